@@ -1,0 +1,30 @@
+/*
+ * A mutex that knows its holder, so that helpers can assert that the lock is held and that no
+ * lock is held where none may be (I/O, device calls, gRPC, callbacks).
+ */
+#ifndef KVK_BASE_LOCK_H
+#define KVK_BASE_LOCK_H
+
+#include <pthread.h>
+#include <stdbool.h>
+
+struct kvk_lock {
+    pthread_mutex_t mutex;
+    _Atomic unsigned long owner; /* pthread_self() of the holder; 0: free */
+};
+
+void kvk_lock_init(struct kvk_lock *lock);
+void kvk_lock_finish(struct kvk_lock *lock);
+void kvk_lock(struct kvk_lock *lock);
+void kvk_unlock(struct kvk_lock *lock);
+bool kvk_lock_held(struct kvk_lock *lock); /* by the calling thread */
+
+/* How many kvk_locks the calling thread holds. Code that may block asserts that it is 0. */
+unsigned kvk_locks_held(void);
+
+/* Wait on a condition with the lock held; absolute CLOCK_MONOTONIC time, UINT64_MAX: no limit.
+ * False: the time was over. The condition must come from kvk_condition_init(). */
+void kvk_condition_init(pthread_cond_t *condition);
+bool kvk_condition_wait(pthread_cond_t *condition, struct kvk_lock *lock, uint64_t until_ns);
+
+#endif
