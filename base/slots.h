@@ -1,0 +1,87 @@
+/*
+ * Who has which slot: pools, arenas and slabs, as numbers only.
+ *
+ * A pool is a budget of bytes: one per tier. An arena is the slots of one layer group of one space
+ * in one tier; all its slots have one size. It takes slabs (runs of slots) from the pool's budget
+ * when it needs them and gives whole free slabs back, so that spaces of different geometry share
+ * one pool. No memory is touched here; the owner backs a slab's range after kvk_arena_grow() and
+ * punches it out after kvk_arena_shrink().
+ *
+ * A slab is about pool / 64, at most 32 MiB, at least one slot; the last one that fits in the
+ * budget may be shorter, so that rounding to slabs costs a lone space less than one slot.
+ *
+ * Laws: per arena, free + used = slots of its slabs; per pool, the slabs of all arenas plus
+ * what is free = the limit; taking what is taken or giving what is free aborts.
+ *
+ * Locking: none here; the owner's lock covers a pool and all its arenas.
+ */
+#ifndef KVK_BASE_SLOTS_H
+#define KVK_BASE_SLOTS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/status.h"
+
+#define KVK_SLOT_NONE UINT32_MAX
+#define KVK_SLAB_NONE UINT32_MAX
+#define KVK_SLAB_BYTES_MAX (UINT64_C(32) << 20)
+
+struct kvk_pool {
+    uint64_t limit_bytes;
+    uint64_t slab_bytes;   /* bytes of slabs that arenas have */
+    uint64_t charge_bytes; /* other bytes that count: strays that a worker faulted in again */
+};
+
+struct kvk_slab {
+    uint32_t first_slot;
+    uint32_t slot_count; /* 0: this place in the file has no slab now */
+    uint32_t used_count;
+};
+
+struct kvk_arena {
+    struct kvk_pool *pool;  /* borrowed */
+    uint64_t slot_bytes;    /* all shards together: what one slot costs the pool */
+    uint32_t slab_slots;    /* slots of a full slab */
+    uint32_t slab_capacity; /* places for slabs in the file; places come again after shrink */
+    struct kvk_slab *slabs; /* [slab_capacity], ours */
+    uint64_t *used_bits;    /* one bit per slot of all places, ours */
+    uint32_t slab_hint;     /* where to look for a free slot first */
+    uint32_t slab_count;    /* slabs that exist */
+    uint32_t slot_count;    /* slots of them */
+    uint32_t used_count;
+};
+
+void kvk_pool_init(struct kvk_pool *pool, uint64_t limit_bytes);
+uint64_t kvk_pool_free_bytes(const struct kvk_pool *pool); /* not in any slab */
+
+/* Places are sized so that the arena alone could fill the pool. KVK_EXHAUSTED: no memory. */
+KVK_CHECKED enum kvk_status kvk_arena_init(struct kvk_arena *arena, struct kvk_pool *pool,
+                                           uint64_t slot_bytes);
+void kvk_arena_finish(struct kvk_arena *arena); /* returns its slabs to the pool */
+
+/* Slots that the arena's file must have room for. */
+uint32_t kvk_arena_slot_capacity(const struct kvk_arena *arena);
+
+/* A free slot of the arena's slabs, or KVK_SLOT_NONE. O(1) amortised: full slabs are skipped.
+ * Fuller slabs are preferred, so that empty ones can be handed on. */
+uint32_t kvk_arena_take(struct kvk_arena *arena);
+void kvk_arena_give(struct kvk_arena *arena, uint32_t slot);
+bool kvk_arena_is_used(const struct kvk_arena *arena, uint32_t slot);
+
+/* Take one more slab from the pool's budget: its number, or KVK_SLAB_NONE where not even one
+ * slot fits. */
+uint32_t kvk_arena_grow(struct kvk_arena *arena);
+
+/* Give slab `slab`, which must have no used slot, back to the pool. */
+void kvk_arena_shrink(struct kvk_arena *arena, uint32_t slab);
+
+/* A slab without a used slot, or KVK_SLAB_NONE. */
+uint32_t kvk_arena_empty_slab(const struct kvk_arena *arena);
+uint32_t kvk_arena_slab_of(const struct kvk_arena *arena, uint32_t slot);
+
+/* Every law of the pool over these arenas, recounted; aborts on a breach. For tests. */
+void kvk_pool_check(const struct kvk_pool *pool, struct kvk_arena *const *arenas,
+                    uint32_t arena_count);
+
+#endif
