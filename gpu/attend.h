@@ -1,0 +1,70 @@
+/*
+ * Attention over paged blocks: the contract, and what a device is asked.
+ *
+ * K is stored with its position encoding applied. For a query at absolute position p:
+ *     logit(j) = q . k_j * scale
+ *     if soft_cap > 0: logit = soft_cap * tanh(logit / soft_cap)
+ *     visible(j): (not causal or j <= p) and (window == 0 or j > p - window or j < sinks)
+ *     output = sum softmax(logit) v, lse = ln(sum exp(logit)), over visible j
+ * in fp32. Nothing visible: output 0, lse -inf. Query head h reads KV head h / (query_heads /
+ * kv_heads). Slots past token_count, and pages that no query sees, are never read into a result:
+ * they may hold NaN or be absent.
+ */
+#ifndef KVK_GPU_ATTEND_H
+#define KVK_GPU_ATTEND_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/geometry.h"
+
+/* One sequence's part of a batch: queries of one layer over the pages of one shard. */
+struct kvk_attend_item {
+    const void *queries;   /* [query_count][query_heads][head_size_k], format_q */
+    float *output;         /* [query_count][query_heads][head_size_v], fp32, written whole */
+    float *lse;            /* [query_count][query_heads], fp32, written whole */
+    uint32_t query_count;
+    uint64_t position;     /* absolute position of the first query; the others follow */
+    uint64_t token_count;  /* tokens of K/V there are; may be fewer or more than position + 1 */
+    const void *const *pages; /* [page_count]: a block's shard; NULL: absent (no query sees it) */
+    uint32_t page_count;      /* page i holds tokens first_token + i * block_tokens onward */
+    uint64_t first_token;     /* position of the first page's first token */
+};
+
+struct kvk_attend {
+    const struct kvk_attend_item *items; /* [item_count] */
+    uint32_t item_count;
+    uint32_t query_heads; /* a multiple of kv_heads */
+    uint32_t kv_heads;    /* of the shard */
+    uint32_t head_size_k;
+    uint32_t head_size_v;
+    uint32_t block_tokens;
+    enum kvk_format format_q;
+    enum kvk_format format_k;
+    enum kvk_format format_v;
+    bool latent;       /* V is the first head_size_v values of K; v_offset is not used */
+    uint64_t k_offset; /* from a page's start to the layer's K: [kv_head][token][head_size_k] */
+    uint64_t v_offset; /* likewise V: [kv_head][token][head_size_v] */
+    float scale;
+    float soft_cap; /* 0: none */
+    bool causal;
+    uint32_t window; /* 0: none */
+    uint32_t sinks;
+};
+
+/* KVK_INVALID naming the field: sizes, NaN or infinite scale, heads that do not divide, pages that
+ * do not cover what is visible. Every device calls it first. */
+KVK_CHECKED enum kvk_status kvk_attend_check(const struct kvk_attend *attend,
+                                             struct kvk_error *error);
+
+/* The plain loop, in double: the reference for every kernel. Slow on purpose. */
+void kvk_attend_reference(const struct kvk_attend *attend);
+
+/*
+ * Merge two partial results of the same queries over disjoint tokens, by LSE, into the first.
+ * [rows][head_size]; a part with lse -inf counts for nothing, and two of them give 0 and -inf.
+ */
+void kvk_attend_merge(float *output, float *lse, const float *other_output, const float *other_lse,
+                      uint64_t rows, uint32_t head_size);
+
+#endif

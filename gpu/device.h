@@ -1,0 +1,101 @@
+/*
+ * A device: memory that holds blocks, copies in and out of it, and attention over it.
+ *
+ * One small table of operations, so that the engine is the same on a CPU and on a GPU. The CPU
+ * device is a real backend: its memory is a sealed memfd that workers map, its copies are
+ * checksummed streaming stores, its attention is vectorised and threaded.
+ *
+ * Locking: operations are thread safe and may block; never call one with a lock held.
+ * Host-tier memory is made of regions of the CPU device too (kvk_device_cpu_open() with its own
+ * options), whichever device the device tier has.
+ */
+#ifndef KVK_GPU_DEVICE_H
+#define KVK_GPU_DEVICE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/status.h"
+#include "gpu/attend.h"
+
+struct kvk_device;
+
+/* A sparse run of device memory: address space that is backed slab by slab. */
+struct kvk_region {
+    uint8_t *address;    /* on the CPU device readable and writable by the daemon */
+    uint64_t size_bytes; /* of address space */
+    int fd;              /* sealed memfd (CPU device), or -1; owned by the region */
+    void *private_data;  /* the device's own */
+};
+
+/* One contiguous piece to copy. Either end may be any host address or device memory. */
+struct kvk_copy {
+    void *target;
+    const void *source;
+    uint64_t size_bytes;
+    uint64_t *checksum; /* in/out or NULL: where not NULL, the XXH3 64-bit hash of these bytes is
+                           stored here; taken on the way, in the same pass over the memory */
+};
+
+enum kvk_export_kind {
+    KVK_EXPORT_MEMFD = 1,    /* region.fd, to be passed over the side socket */
+    KVK_EXPORT_CUDA_IPC = 2, /* handle bytes */
+};
+
+struct kvk_export {
+    enum kvk_export_kind kind;
+    int fd; /* borrowed from the region */
+    uint8_t handle[64];
+};
+
+struct kvk_device_info {
+    char name[64];
+    char path[32]; /* which kernels run: "avx512", "avx2", "plain" */
+    uint32_t thread_count;
+    uint64_t memory_bytes; /* 0: bounded by configuration alone */
+};
+
+struct kvk_device_ops {
+    void (*info)(struct kvk_device *device, struct kvk_device_info *info);
+    void (*close)(struct kvk_device *device);
+    /* Reserve address space; nothing is backed yet. Reads of unbacked ranges give zeros. */
+    enum kvk_status (*alloc)(struct kvk_device *device, uint64_t size_bytes, const char *name,
+                             struct kvk_region *region, struct kvk_error *error);
+    void (*free)(struct kvk_device *device, struct kvk_region *region);
+    /* Back a range and touch it, so that later writes do not fault; or punch it out, so that old
+     * mappings see zeros there. Offsets and sizes in bytes; rounded inward to pages on punch. */
+    enum kvk_status (*back)(struct kvk_device *device, struct kvk_region *region, uint64_t offset,
+                            uint64_t size_bytes, struct kvk_error *error);
+    enum kvk_status (*punch)(struct kvk_device *device, struct kvk_region *region,
+                             uint64_t offset, uint64_t size_bytes, struct kvk_error *error);
+    /* Bytes really backed, strays that a mapping worker faulted in included. */
+    uint64_t (*backed_bytes)(struct kvk_device *device, const struct kvk_region *region);
+    /* Copy all pieces; returns when nothing reads or writes them any more, failed or not. In
+     * small steps that yield the processor, so that look-ups on other threads go on. */
+    enum kvk_status (*copy)(struct kvk_device *device, const struct kvk_copy *copies,
+                            uint32_t copy_count, struct kvk_error *error);
+    enum kvk_status (*attend)(struct kvk_device *device, const struct kvk_attend *attend,
+                              struct kvk_error *error);
+    enum kvk_status (*export)(struct kvk_device *device, const struct kvk_region *region,
+                              struct kvk_export *export, struct kvk_error *error);
+};
+
+struct kvk_device {
+    const struct kvk_device_ops *ops;
+};
+
+struct kvk_device_cpu_options {
+    uint32_t attend_thread_count; /* 0: as many as processors */
+    uint32_t copy_thread_count;   /* threads that share one big copy; 0 or 1: the caller alone */
+    uint64_t copy_step_bytes;     /* bytes between yields; 0: 64 KiB */
+    bool huge_pages;              /* ask for transparent huge pages */
+    const char *path;             /* force "plain", "avx2" or "avx512"; NULL: the best there is */
+    uint32_t test_copy_delay_us;  /* test hook: sleep before each piece */
+};
+
+KVK_CHECKED enum kvk_status kvk_device_cpu_open(const struct kvk_device_cpu_options *options,
+                                                struct kvk_device **device,
+                                                struct kvk_error *error);
+
+#endif
