@@ -11,7 +11,7 @@
 #include <stdint.h>
 
 #define KVK_CHECKED __attribute__((warn_unused_result))
-#define KVK_PRINTF(format, first) __attribute__((format(printf, format, first)))
+#define KVK_PRINTF(text, first) __attribute__((format(printf, text, first)))
 
 enum kvk_status {
     KVK_OK = 0,
