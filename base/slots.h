@@ -33,10 +33,18 @@ struct kvk_pool {
     uint64_t charge_bytes; /* other bytes that count: strays that a worker faulted in again */
 };
 
+/* Slabs hang in lists by how full they are: level 0 holds the empty ones, full ones hang nowhere.
+ */
+#define KVK_ARENA_LEVEL_COUNT 8
+
 struct kvk_slab {
     uint32_t first_slot;
     uint32_t slot_count; /* 0: this place in the file has no slab now */
     uint32_t used_count;
+    uint32_t next; /* in its level's list, or in the list of free places */
+    uint32_t previous;
+    uint32_t level; /* KVK_ARENA_LEVEL_COUNT: full */
+    uint32_t hint;  /* no summary word below it has a free slot */
 };
 
 struct kvk_arena {
@@ -45,17 +53,26 @@ struct kvk_arena {
     uint32_t slab_slots;    /* slots of a full slab */
     uint32_t slab_capacity; /* places for slabs in the file; places come again after shrink */
     struct kvk_slab *slabs; /* [slab_capacity], ours */
-    uint64_t *used_bits;    /* one bit per slot of all places, ours */
-    uint32_t slab_hint;     /* where to look for a free slot first */
-    uint32_t slab_count;    /* slabs that exist */
-    uint32_t slot_count;    /* slots of them */
+    uint64_t *free_bits;    /* [slab_capacity][slab_words]: one bit per free slot, ours */
+    uint64_t *summary_bits; /* [slab_capacity][slab_summaries]: one bit per word with a free slot */
+    uint32_t slab_words;
+    uint32_t slab_summaries;
+    uint32_t levels[KVK_ARENA_LEVEL_COUNT]; /* first slab of each list */
+    uint32_t place_returned;                /* first place that shrink gave back */
+    uint32_t place_fresh;                   /* places from here on never had a slab */
+    uint32_t slab_count;                    /* slabs that exist */
+    uint32_t slot_count;                    /* slots of them */
     uint32_t used_count;
 };
 
 void kvk_pool_init(struct kvk_pool *pool, uint64_t limit_bytes);
 uint64_t kvk_pool_free_bytes(const struct kvk_pool *pool); /* not in any slab */
 
-/* Places are sized so that the arena alone could fill the pool. KVK_EXHAUSTED: no memory. */
+/*
+ * Places are sized so that the arena alone could fill the pool, with a quarter to spare, since
+ * short slabs take whole places. Costs next to nothing until slabs come: the tables are zero pages.
+ * KVK_EXHAUSTED: no memory.
+ */
 KVK_CHECKED enum kvk_status kvk_arena_init(struct kvk_arena *arena, struct kvk_pool *pool,
                                            uint64_t slot_bytes);
 void kvk_arena_finish(struct kvk_arena *arena); /* returns its slabs to the pool */
@@ -63,14 +80,14 @@ void kvk_arena_finish(struct kvk_arena *arena); /* returns its slabs to the pool
 /* Slots that the arena's file must have room for. */
 uint32_t kvk_arena_slot_capacity(const struct kvk_arena *arena);
 
-/* A free slot of the arena's slabs, or KVK_SLOT_NONE. O(1) amortised: full slabs are skipped.
- * Fuller slabs are preferred, so that empty ones can be handed on. */
+/* A free slot of the arena's slabs, or KVK_SLOT_NONE. O(1): full slabs hang in no list. Fuller
+ * slabs are preferred, so that empty ones can be handed on; within a slab the lowest slot. */
 uint32_t kvk_arena_take(struct kvk_arena *arena);
 void kvk_arena_give(struct kvk_arena *arena, uint32_t slot);
 bool kvk_arena_is_used(const struct kvk_arena *arena, uint32_t slot);
 
 /* Take one more slab from the pool's budget: its number, or KVK_SLAB_NONE where not even one
- * slot fits. */
+ * slot fits, or where short slabs have used up the places. */
 uint32_t kvk_arena_grow(struct kvk_arena *arena);
 
 /* Give slab `slab`, which must have no used slot, back to the pool. */
