@@ -26,7 +26,8 @@ struct kvk_attend_item {
     uint32_t query_count;
     uint64_t position;     /* absolute position of the first query; the others follow */
     uint64_t token_count;  /* tokens of K/V there are; may be fewer or more than position + 1 */
-    const void *const *pages; /* [page_count]: a block's shard; NULL: absent (no query sees it) */
+    const void *const *pages; /* [page_count]: a block's shard; NULL: not part of this item (no
+                                 query sees it, or another device attends it; the caller merges) */
     uint32_t page_count;      /* page i holds tokens first_token + i * block_tokens onward */
     uint64_t first_token;     /* position of the first page's first token */
 };
@@ -53,7 +54,8 @@ struct kvk_attend {
 };
 
 /* KVK_INVALID naming the field: sizes, NaN or infinite scale, heads that do not divide, pages that
- * do not cover what is visible. Every device calls it first. */
+ * end before token_count. Every device calls it first. Only tokens of pages that are there are
+ * attended: from first_token on, NULL pages left out, so that a prefix can be attended in parts. */
 KVK_CHECKED enum kvk_status kvk_attend_check(const struct kvk_attend *attend,
                                              struct kvk_error *error);
 

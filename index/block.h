@@ -69,7 +69,8 @@ struct kvk_block {
     uint32_t child_count;  /* indexed children */
     uint32_t anchor_count; /* open sequences whose chain goes on from here: keeps the place */
     uint32_t position;     /* blocks before it in its chain */
-    uint32_t byte_children; /* indexed children that have bytes: leaf-first eviction counts them */
+    uint32_t byte_children;   /* indexed children with bytes in any tier: forgetting is leaf-first */
+    uint32_t device_children; /* of them, with a copy in the device tier: so is demoting */
 
     /* Life; written by kvk_block_step() alone. */
     uint32_t hold_count;
@@ -82,7 +83,7 @@ struct kvk_block {
     uint32_t slot[KVK_TIER_COUNT];      /* KVK_SLOT_NONE: none. While RESERVED or ACTIVE, one */
     uint16_t pin_count[KVK_TIER_COUNT]; /* copy pins */
     uint32_t arena;  /* which space and group: the engine's number */
-    uint32_t owner;  /* engine's use: free-list or owner links */
+    uint32_t lease_hold_count; /* of hold_count, those of leases; the engine's own */
 
     /* Worth; written by the eviction policy alone. */
     uint64_t order;       /* within its class: lowest goes first */

@@ -47,6 +47,7 @@ struct kvk_root_options {
     size_t salt_size;
     uint32_t block_tokens;
     bool windowed; /* ancestors may lose their bytes before their children do */
+    uint64_t user; /* the caller's own, see kvk_index_root_user() */
 };
 
 /* Find or make the root; the caller owns one reference. KVK_EXHAUSTED: root_count_max. */
@@ -54,6 +55,12 @@ KVK_CHECKED enum kvk_status kvk_index_root_open(struct kvk_index *index,
                                                 const struct kvk_root_options *options,
                                                 uint32_t *root);
 void kvk_index_root_hold(struct kvk_index *index, uint32_t root);
+uint64_t kvk_index_root_user(const struct kvk_index *index, uint32_t root);
+bool kvk_index_root_windowed(const struct kvk_index *index, uint32_t root);
+
+/* The highest block id ever handed out, plus 1: for sweeps in slices. Ids that are not in use
+ * have state FREE and run UINT32_MAX. */
+uint32_t kvk_index_block_id_end(const struct kvk_index *index);
 
 /* Give a reference back. A root without references and blocks goes. */
 void kvk_index_root_release(struct kvk_index *index, uint32_t root);
@@ -71,9 +78,10 @@ struct kvk_block *kvk_index_block(const struct kvk_index *index, uint32_t block)
 uint32_t kvk_index_block_count(const struct kvk_index *index);
 uint32_t kvk_index_root_of(const struct kvk_index *index, uint32_t block); /* of an indexed one */
 
-/* Set where whole copies lie, in the block and in its run; keeps parents' byte_children. Returns
- * the parent whose byte_children became 0 or left 0 by this (it may now be a leaf, or no longer
- * be one), or KVK_BLOCK_NONE. */
+/* Set where whole copies lie, in the block and in its run; keeps the parent's byte_children and
+ * device_children. Returns the parent where one of these counts became 0 or left 0 by this (it may
+ * now be a leaf, or no longer be one), or KVK_BLOCK_NONE. A block that is not indexed has no
+ * parent: only its own mask is set. */
 uint32_t kvk_index_set_tiers(struct kvk_index *index, uint32_t block, uint8_t tier_mask);
 
 /* ---- Finding ---- */
