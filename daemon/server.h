@@ -11,7 +11,9 @@
  *
  * Threads: handlers and callbacks of INLINE methods run on the one look-up thread and must neither
  * block nor work long. Those of BULK methods run on the bulk threads and may. Callbacks of one call
- * never run at the same time as each other. No lock of the server is held in any of them. All
+ * never run at the same time as each other; the last, on_done, may run on any of the server's
+ * threads. One may just be under way when another thread ends the call. No lock of the server is
+ * held in any of them, and none may be held by who calls reply, fail, finish, send or receive. All
  * kvk_call_ functions may be called from any thread, but of one call's request, message and reply
  * buffer by one thread at a time.
  *
@@ -270,6 +272,9 @@ struct kvk_stream_events {
     /* Room in the send queue again: a message has gone to the transport. May be NULL. */
     void (*on_sent)(struct kvk_call *call);
 
+    /* After kvk_call_wake(), once for any number of them. May be NULL. */
+    void (*on_wake)(struct kvk_call *call);
+
     /* The client is gone before the call was ended; end it soon. Once, and none of the above after
      * it. Never NULL. */
     void (*on_cancel)(struct kvk_call *call);
@@ -298,6 +303,13 @@ KVK_CHECKED enum kvk_status kvk_call_send(struct kvk_call *call);
 /* As kvk_call_send(), with `data` behind the buffer; released also where this fails. */
 KVK_CHECKED enum kvk_status kvk_call_send_borrowed(struct kvk_call *call,
                                                    const struct kvk_borrowed *data);
+
+/*
+ * Have on_wake run on a bulk thread, in turn with the call's other callbacks: how another thread
+ * hands something to a stream without ending in its callbacks itself. BULK methods only. No gRPC
+ * call is made here, so locks may be held.
+ */
+void kvk_call_wake(struct kvk_call *call);
 
 /* Messages that wait to be sent, the one under way too. */
 uint32_t kvk_call_sends_pending(struct kvk_call *call);
