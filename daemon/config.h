@@ -1,0 +1,104 @@
+/*
+ * What kvkeepd can be told: one field per limit, with its unit, default and range, read from an
+ * INI file by base/options. docs/configuration.md is printed from the same table.
+ */
+#ifndef KVK_DAEMON_CONFIG_H
+#define KVK_DAEMON_CONFIG_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/status.h"
+#include "index/evict.h"
+
+#define KVK_NAME_SIZE 256 /* bytes of a tenant's, credential's or instance's name, NUL included */
+#define KVK_PATH_SIZE 108 /* of a unix socket */
+#define KVK_TENANT_COUNT_MAX 1024
+#define KVK_CREDENTIAL_COUNT_MAX 1024
+
+/* [tenant NAME] */
+struct kvk_tenant_config {
+    char name[KVK_NAME_SIZE];
+};
+
+/* [credential NAME]: what a caller shows, and whom it may act for. */
+struct kvk_credential_config {
+    char name[KVK_NAME_SIZE];
+    char token[KVK_NAME_SIZE];    /* bearer token, at least 16 bytes; "": none */
+    uint32_t uids[16];            /* on the unix socket */
+    uint32_t uid_count;
+    uint32_t tenants[64];         /* indices into tenants */
+    uint32_t tenant_count;        /* the first is meant where a request names none */
+    bool admin;
+};
+
+struct kvk_config {
+    /* [server] */
+    char unix_path[KVK_PATH_SIZE];
+    uint32_t unix_mode;
+    char side_path[KVK_PATH_SIZE]; /* "": unix_path with ".side" behind it */
+    char tcp_address[256];         /* "": none */
+    bool tcp_insecure;
+    uint64_t message_bytes;
+    uint32_t connections;
+    uint32_t live_calls;
+    uint32_t bulk_threads;
+    uint32_t spin_us;
+    uint64_t keepalive_ms;
+    uint64_t keepalive_timeout_ms;
+    uint64_t drain_ms;
+
+    /* [tiers] */
+    uint64_t device_bytes; /* 0: host-only */
+    uint64_t host_bytes;   /* 0: device-only; not both 0 */
+    uint32_t device_free_percent; /* watermark: demotion runs ahead to keep so much clean or free */
+    uint32_t copy_threads;
+    uint32_t attend_threads; /* 0: as many as processors */
+    uint32_t copy_queue;     /* jobs that may wait */
+    bool huge_pages;
+
+    /* [cache] */
+    enum kvk_evict_policy policy;
+    uint32_t ghost_ratio; /* evicted keys remembered per block of capacity */
+
+    /* [limits] */
+    uint32_t spaces;
+    uint32_t blocks;     /* known ones, hollow and private included */
+    uint32_t roots;      /* salts x groups */
+    uint32_t sequences;
+    uint32_t leases;
+    uint32_t instances;
+    uint32_t sessions;
+    uint32_t transfers;
+    uint64_t tokens;     /* of one request or sequence */
+    uint64_t lease_ms;   /* longest */
+    uint32_t salt_bytes;
+    uint32_t spans;
+    uint32_t forks;
+    uint64_t scratch_bytes; /* of one mapping for operands */
+    uint64_t attend_queries;
+
+    struct kvk_tenant_config *tenants; /* [tenant_count], ours */
+    uint32_t tenant_count;
+    struct kvk_credential_config *credentials; /* [credential_count], ours */
+    uint32_t credential_count;
+
+    bool test_hooks; /* from the command line alone */
+};
+
+/* Defaults: what kvkeepd runs on without a file; one tenant "default" for the daemon's own uid. */
+void kvk_config_init(struct kvk_config *config);
+void kvk_config_finish(struct kvk_config *config);
+
+/* Read a file over the defaults. The error names file, line, section and field, and the limit. */
+KVK_CHECKED enum kvk_status kvk_config_load(struct kvk_config *config, const char *path,
+                                            struct kvk_error *error);
+
+/* What single fields cannot show: both tiers 0, TCP without credentials and not insecure, … */
+KVK_CHECKED enum kvk_status kvk_config_check(const struct kvk_config *config,
+                                             struct kvk_error *error);
+
+/* Print a commented file with all fields at their defaults. */
+void kvk_config_print_default(void);
+
+#endif

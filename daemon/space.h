@@ -1,0 +1,94 @@
+/*
+ * Spaces: one model identity of one tenant, its layer groups, and the memory of their slots.
+ *
+ * An identity is compared in full, as canonical bytes in which every part is tagged and
+ * length-prefixed, so that no two identities have the same bytes.
+ */
+#ifndef KVK_DAEMON_SPACE_H
+#define KVK_DAEMON_SPACE_H
+
+#include "daemon/cache.h"
+
+enum kvk_identity_part {
+    KVK_IDENTITY_MODEL = 1,
+    KVK_IDENTITY_REVISION,
+    KVK_IDENTITY_TOKENIZER,
+    KVK_IDENTITY_TEMPLATE,
+    KVK_IDENTITY_POSITION,
+    KVK_IDENTITY_ADAPTER_NAME,
+    KVK_IDENTITY_ADAPTER_ID,
+    KVK_IDENTITY_ADAPTER_VERSION,
+    KVK_IDENTITY_KV_FORMAT,
+    KVK_IDENTITY_MASK,
+};
+#define KVK_IDENTITY_PART_COUNT 10
+#define KVK_IDENTITY_PART_SIZE_MAX 4096
+#define KVK_IDENTITY_EXTRA_MAX 64
+
+struct kvk_identity {
+    struct kvk_view {
+        const uint8_t *data;
+        size_t size;
+    } parts[KVK_IDENTITY_PART_COUNT]; /* by enum kvk_identity_part - 1; the model is required */
+    struct {
+        struct kvk_view name;
+        struct kvk_view value;
+    } extra[KVK_IDENTITY_EXTRA_MAX]; /* any order; names differ */
+    uint32_t extra_count;
+};
+
+struct kvk_space_request {
+    struct kvk_view tenant; /* name, or empty */
+    struct kvk_identity identity;
+    uint32_t block_tokens;
+    struct kvk_geometry groups[KVK_GROUP_COUNT_MAX]; /* block_tokens and shards as the space's */
+    uint32_t group_count;
+    double flops_per_token;
+    double flops_per_token_position;
+    double flops_per_second;
+    uint32_t lookup_min_tokens;
+};
+
+struct kvk_space_reply {
+    uint64_t space_id;
+    bool created;
+    uint32_t group_count;
+    struct {
+        uint64_t block_bytes;
+        uint32_t shard_count;
+        uint64_t shard_bytes[KVK_SHARD_COUNT_MAX];
+        uint32_t rank_count;
+        uint32_t rank_shard[KVK_SHARD_COUNT_MAX];
+    } groups[KVK_GROUP_COUNT_MAX];
+};
+
+/* KVK_INVALID: a field, named. KVK_EXISTS (identity mismatch): known with another geometry.
+ * KVK_EXHAUSTED: config.spaces. Makes memory regions: may block. */
+KVK_CHECKED enum kvk_status kvk_space_open(struct kvk_cache *cache, const struct kvk_caller *caller,
+                                           const struct kvk_space_request *request,
+                                           struct kvk_space_reply *reply, struct kvk_error *error);
+
+struct kvk_invalidate_request {
+    uint64_t space_id; /* 0: by tenant and the names below */
+    struct kvk_view tenant;
+    struct kvk_view model;        /* empty: any */
+    struct kvk_view revision;
+    struct kvk_view adapter_name;
+    bool by_salt;
+    struct kvk_view salt;
+    const struct kvk_prompt *prefix; /* NULL: the whole; with its own salt */
+};
+struct kvk_invalidate_reply {
+    uint64_t spaces;
+    uint64_t blocks[KVK_TIER_COUNT];
+    uint64_t held_blocks;
+};
+
+/* After it returns no look-up finds what was named. Blocks that are held stay until their holders
+ * let go; the rest is freed in slices by maintenance. */
+KVK_CHECKED enum kvk_status kvk_invalidate(struct kvk_cache *cache, const struct kvk_caller *caller,
+                                           const struct kvk_invalidate_request *request,
+                                           struct kvk_invalidate_reply *reply,
+                                           struct kvk_error *error);
+
+#endif
