@@ -30,6 +30,7 @@ enum kvk_status {
     KVK_UNAVAILABLE,     /* draining, or a tier is away; try again */
     KVK_DATA_LOSS,       /* a checksum did not match */
     KVK_UNAUTHENTICATED, /* no credential, or one that is not known */
+    KVK_WOULD_BLOCK,     /* internal: nothing changed; call again where blocking is allowed */
 };
 
 /* Why, typed. Values travel in KvkeepError of the API: never renumber, only add. */

@@ -1,0 +1,544 @@
+/*
+ * The engine's insides, for daemon/'s engine files alone (not for rpc or main).
+ *
+ * Who owns what: the cache owns everything here. A block belongs to one group (block.arena is the
+ * group's number in cache.groups). Holders of blocks are sequences, leases, transfers, reads and
+ * quarantines; each hold and pin is given back by the one that took it, exactly once.
+ *
+ * Locking: every field and function here needs cache.lock, unless it says otherwise. Functions
+ * named *_unlocked are called without it and take it themselves; those named *_drops give it up
+ * in between and take it again: what was read before may have changed.
+ *
+ * Order of locks: cache.lock, then nothing. The mover, the devices and the log are leaves that are
+ * never called with it (the log apart).
+ *
+ * How a block is changed: change its holds, pins or copies by the functions of block_store.c; each
+ * ends in kvk_block_settle(), which brings counters and eviction queues in line. Nothing else
+ * touches queues or counters.
+ */
+#ifndef KVK_DAEMON_CACHE_INTERNAL_H
+#define KVK_DAEMON_CACHE_INTERNAL_H
+
+#include <stdatomic.h>
+
+#include "base/lock.h"
+#include "base/slots.h"
+#include "base/table.h"
+#include "daemon/attention.h"
+#include "daemon/cache.h"
+#include "daemon/lookup.h"
+#include "daemon/mover.h"
+#include "daemon/report.h"
+#include "daemon/sequence.h"
+#include "daemon/session.h"
+#include "daemon/space.h"
+#include "index/evict.h"
+
+/* ---- Groups: the memory and the blocks of one layer group of one space ---- */
+
+/* One tier's slots of a group. */
+struct kvk_group_tier {
+    bool present;                  /* the tier has bytes; else nothing below is set */
+    struct kvk_arena arena;
+    struct kvk_evict_queue queue;  /* blocks that may leave this tier */
+    struct kvk_region regions[KVK_SHARD_COUNT_MAX]; /* [shard_count]; slot s at s x shard_bytes */
+    struct kvk_region generations; /* u32 per slot; workers map it read-only */
+    uint64_t *checksums;           /* [slot][shard]; zero pages until used; ours */
+    uint64_t used_bytes;           /* = arena.used_count x block_bytes */
+};
+
+struct kvk_group {
+    struct kvk_space *space;
+    uint32_t number;       /* in cache.groups; block.arena */
+    uint32_t index;        /* in its space */
+    struct kvk_geometry geometry;
+    uint32_t shard_count;
+    uint64_t shard_bytes[KVK_SHARD_COUNT_MAX];
+    uint64_t block_bytes;  /* all shards */
+    bool windowed;
+    struct kvk_group_tier tiers[KVK_TIER_COUNT];
+    uint64_t state_counts[KVK_BLOCK_STATE_COUNT]; /* FREE is not counted */
+    uint64_t tier_blocks[KVK_TIER_COUNT];         /* whole copies */
+};
+
+/* ---- Spaces ---- */
+
+struct kvk_space {
+    uint64_t id;
+    const struct kvk_tenant *tenant;
+    uint8_t *identity; /* canonical bytes, ours */
+    size_t identity_size;
+    uint64_t generation;     /* part of every root's identity: one more invalidates the whole */
+    uint32_t block_tokens;
+    uint32_t rank_count;
+    uint32_t group_count;
+    struct kvk_group *groups[KVK_GROUP_COUNT_MAX]; /* ours */
+    double flops_per_token;
+    double flops_per_token_position;
+    double flops_per_second;
+    uint32_t lookup_min_tokens;
+    uint32_t reference_count; /* sequences, leases, mappings: a space in use is not reclaimed */
+    bool constant_hash;       /* test hook, at its opening */
+    /* counters */
+    uint64_t queries, query_tokens, hit_tokens;
+    struct kvk_space *next;   /* all spaces */
+};
+
+/* ---- Sequences ---- */
+
+struct kvk_sequence_group {
+    uint32_t root;               /* KVK_ROOT_NONE until needed; one reference, ours */
+    uint32_t *blocks;            /* [capacity]; KVK_BLOCK_NONE: let go by the window. Ours */
+    uint32_t block_count;        /* ceil(length / block_tokens) */
+    uint32_t block_capacity;
+    uint32_t window_block;       /* first block past the sinks that is still held */
+    struct kvk_cursor cursor;    /* how far its chain is indexed; the block there is anchored */
+    bool detached;               /* its root was invalidated: nothing more is indexed */
+};
+
+/* The last change, so that an exact repeat is known and answered again. */
+struct kvk_last_change {
+    uint8_t kind; /* 0: none; else one number per call, sequence files' own */
+    uint64_t expected_length;
+    uint64_t argument;
+};
+
+struct kvk_sequence {
+    uint64_t id;
+    struct kvk_instance *instance;
+    struct kvk_space *space;
+    enum kvk_sequence_state state;
+    enum kvk_tier home;      /* where new blocks go */
+    bool busy;               /* a call works on it without the lock */
+    bool doomed;             /* its instance ended meanwhile: that call ends it */
+    uint32_t *tokens;        /* [length], ours */
+    uint64_t token_capacity;
+    struct kvk_content_span *spans; /* [span_count], ours */
+    uint32_t span_count;
+    uint8_t *salt;
+    size_t salt_size;
+    uint64_t length;
+    uint64_t committed;
+    uint64_t cached;
+    uint64_t sealed;         /* the least of rank_sealed */
+    uint64_t rank_sealed[KVK_SHARD_COUNT_MAX]; /* [space.rank_count] */
+    uint64_t growth_tokens;  /* room still kept for it */
+    uint64_t growth_bytes;   /* as counted in cache.tiers[home].growth_bytes */
+    struct kvk_sequence_group groups[KVK_GROUP_COUNT_MAX];
+    struct kvk_last_change last;
+    struct kvk_request_id request_id;
+    uint64_t opened_ns;
+    struct kvk_sequence *next, *previous; /* of the instance */
+};
+
+/* ---- Leases and transfers ---- */
+
+struct kvk_lease_group {
+    uint32_t *blocks; /* [block_count]; KVK_BLOCK_NONE outside the window. Ours */
+    uint32_t block_count;
+};
+
+struct kvk_lease {
+    uint64_t id;
+    struct kvk_instance *instance;
+    struct kvk_space *space;
+    uint64_t tokens;
+    uint64_t expires_ns; /* on the lease clock: see cache.stood_still_ns */
+    uint64_t begun_ns;
+    bool copy_pin;
+    struct kvk_lease_group groups[KVK_GROUP_COUNT_MAX];
+    uint32_t open_transfers;
+    struct kvk_request_id request_id;
+    struct kvk_lease *next, *previous; /* of the instance */
+};
+
+struct kvk_transfer {
+    uint64_t id;
+    struct kvk_session *session; /* whose process copies */
+    uint64_t sequence_id, lease_id;
+    bool write;
+    struct kvk_pinned {
+        uint32_t block;
+        uint8_t tier;
+    } *pins; /* [pin_count], held and pinned; ours */
+    uint32_t pin_count;
+    struct kvk_transfer *next, *previous; /* of the session */
+};
+
+/* ---- Instances and sessions: session.c ---- */
+
+struct kvk_instance {
+    uint64_t id;
+    uint8_t token[KVK_TOKEN_SIZE];
+    const struct kvk_tenant *tenant;
+    char name[KVK_NAME_SIZE];
+    uint64_t begun_ns;
+    bool ending;
+    struct kvk_session *sessions; /* connected or not yet gone */
+    struct kvk_session *opener;
+    struct kvk_sequence *sequences;
+    struct kvk_lease *leases;
+    uint32_t sequence_count;
+    uint32_t lease_count;
+    struct kvk_instance *next, *previous;
+};
+
+/* A mapping that a process was given. */
+struct kvk_mapping {
+    uint64_t id;
+    enum kvk_map_kind kind;
+    bool writable;
+    bool taken;               /* the descriptors went out */
+    struct kvk_group *group;  /* slots; the space is referenced */
+    enum kvk_tier tier;
+    uint32_t shard;
+    struct kvk_region scratch; /* scratch; ours, made by the host device */
+    uint32_t users;            /* of scratch addresses, now */
+    uint8_t token[KVK_TOKEN_SIZE];
+    uint64_t token_until_ns;
+    struct kvk_mapping *next;
+};
+
+struct kvk_session {
+    uint64_t id;
+    struct kvk_instance *instance; /* NULL once the instance has ended and only the process is
+                                      waited for */
+    const struct kvk_tenant *tenant;
+    uint32_t rank;
+    bool connected;    /* the stream is there */
+    bool local;
+    bool side_bound;   /* a side socket is bound now */
+    bool process_gone; /* known to be gone */
+    int32_t pid;
+    uint32_t uid;
+    int pidfd;         /* ours; -1 */
+    uint8_t side_token[KVK_TOKEN_SIZE];
+    uint64_t side_token_until_ns;
+    struct kvk_mapping *mappings;
+    struct kvk_transfer *transfers;
+    uint32_t *quarantine; /* [quarantine_count] blocks, unsealed, whose one holder this is */
+    uint32_t quarantine_count, quarantine_capacity;
+    void (*on_notice)(void *context, enum kvk_notice_kind kind, uint64_t value);
+    void *context;
+    struct kvk_session *next; /* of the instance, or of cache.waiting_sessions */
+};
+
+/* ---- The cache ---- */
+
+struct kvk_tier_state {
+    struct kvk_device *device; /* NULL: no such tier */
+    struct kvk_pool pool;
+    uint64_t used_bytes;       /* slots taken */
+    uint64_t bound_bytes;      /* of them: cannot leave the tier now (unsealed, pinned, copying, or
+                                  held with no next tier) */
+    uint64_t leased_bytes;     /* of bound: held by leases alone */
+    uint64_t copying_bytes;    /* of bound: a transfer is under way */
+    uint64_t quarantine_bytes; /* of bound */
+    uint64_t growth_bytes;     /* kept for running sequences, not yet taken */
+};
+
+#define KVK_REFUSAL_COUNT 256 /* journal */
+
+/* A slab that left its arena and waits for its memory to be punched out; the pool is still charged
+ * until then. */
+struct kvk_punch {
+    struct kvk_group *group;
+    enum kvk_tier tier;
+    uint32_t slab;
+    struct kvk_punch *next;
+};
+
+struct kvk_cache_stats {
+    uint64_t lookups, lookup_tokens, hit_tokens, retries;
+    uint64_t hashed_bytes;
+    uint64_t pins, opens, seals, appends, forks, closes;
+    uint64_t sealed_blocks, duplicate_blocks, wrong_reuse;
+    uint64_t evictions[KVK_TIER_COUNT];      /* copies dropped to make room */
+    uint64_t forgotten_blocks;               /* last copies dropped */
+    uint64_t demoted_blocks, promoted_blocks;
+    uint64_t swapped_out_blocks, swapped_in_blocks, swapped_out_bytes, swapped_in_bytes;
+    uint64_t copy_failures, checksum_failures;
+    uint64_t refusals;
+    uint64_t leases_expired;
+    uint64_t instances_ended, sessions_ended;
+    uint64_t quarantined_blocks;
+    uint64_t attended_tokens;
+    uint64_t slabs_moved;
+    uint64_t invalidated_blocks;
+    uint64_t lookup_ns, saved_ns; /* what look-ups cost against what hits saved (estimate) */
+};
+
+struct kvk_cache {
+    struct kvk_lock lock;
+    pthread_cond_t changed;     /* something was freed, or a transfer ended */
+    const struct kvk_config *config;
+    struct kvk_tenants *tenants;
+    struct kvk_clock *clock;
+    uint64_t policy_ns;         /* test hook: eviction's time; 0: the clock's */
+    uint64_t stamp;             /* one more per request that uses blocks: orders uses */
+    uint64_t stood_still_ns;    /* time in which the daemon itself was stopped: lease clock =
+                                   clock - this */
+    uint64_t maintained_ns;     /* last round */
+
+    struct kvk_index *index;
+    struct kvk_evict *evict;
+    struct kvk_mover *mover;
+    struct kvk_tier_state tiers[KVK_TIER_COUNT];
+
+    struct kvk_space *spaces;
+    uint32_t space_count;
+    struct kvk_group **groups;  /* [group_capacity], NULL: free number */
+    uint32_t group_capacity;
+
+    struct kvk_table sequence_table; /* id -> struct kvk_sequence */
+    struct kvk_table lease_table;
+    struct kvk_table transfer_table;
+    struct kvk_table session_table;
+    struct kvk_instance *instances;
+    uint32_t instance_count;
+    struct kvk_session *waiting_sessions; /* instance over, process not known to be gone */
+    uint64_t next_id; /* of sequences, leases, transfers, instances, mappings: from a random start */
+
+    struct kvk_punch *punches;
+    uint32_t purge_next;      /* sweep for blocks of invalidated roots */
+    bool purge_wanted;
+    struct kvk_refusal refusals[KVK_REFUSAL_COUNT]; /* ring */
+    uint64_t refusal_count;
+    bool constant_hash;       /* test hook */
+    bool draining;
+    struct kvk_cache_stats stats;
+
+    /* Scratch for walks, sized for config.tokens at start: used only with the lock held, so that
+     * look-ups allocate nothing. */
+    uint32_t *path[KVK_GROUP_COUNT_MAX];
+    uint8_t *path_tiers[KVK_GROUP_COUNT_MAX];
+    uint64_t path_capacity;
+
+    pthread_t maintenance;
+    bool maintenance_running;
+    _Atomic bool stopping;
+};
+
+/* ================= space.c ================= */
+
+/* The space, if the caller may act for its tenant; KVK_NOT_FOUND otherwise, alike for both. */
+KVK_CHECKED enum kvk_status kvk_space_find(struct kvk_cache *cache, const struct kvk_caller *caller,
+                                           uint64_t space_id, struct kvk_space **space,
+                                           struct kvk_error *error);
+struct kvk_group *kvk_group_of(const struct kvk_cache *cache, const struct kvk_block *block);
+
+/* Open the root of each group for a salt, at the space's generation: references are the caller's.
+ * All or none. root.user is (space id, generation) as kvk_root_is_current() reads it. */
+KVK_CHECKED enum kvk_status kvk_space_roots(struct kvk_cache *cache, struct kvk_space *space,
+                                            const uint8_t *salt, size_t salt_size,
+                                            uint32_t roots[KVK_GROUP_COUNT_MAX],
+                                            struct kvk_error *error);
+void kvk_space_roots_release(struct kvk_cache *cache, struct kvk_space *space,
+                             const uint32_t roots[KVK_GROUP_COUNT_MAX]);
+/* Not invalidated since it was opened. */
+bool kvk_root_is_current(const struct kvk_cache *cache, uint32_t root);
+/* Relative cost of block `position` of the space. */
+float kvk_space_block_cost(const struct kvk_space *space, uint64_t position);
+/* Estimates in ns for tokens [first, last); 0: not known. */
+uint64_t kvk_space_recompute_ns(const struct kvk_space *space, uint64_t first, uint64_t last);
+void kvk_space_destroy_all(struct kvk_cache *cache);
+
+/* ================= block_store.c: holds, pins, copies, counters, queues ================= */
+
+/* Bring counters and queues in line with the block (and its parent) after a change. */
+void kvk_block_settle(struct kvk_cache *cache, uint32_t block);
+
+/* One more holder / one less. `leased`: the holder is a lease. The last release of a sealed,
+ * indexed, current block makes it EVICTABLE; of an unindexed or invalidated one frees it; of an
+ * unsealed one aborts it. */
+void kvk_block_hold(struct kvk_cache *cache, uint32_t block, bool leased);
+void kvk_block_release(struct kvk_cache *cache, uint32_t block, bool leased);
+void kvk_block_pin(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier);
+void kvk_block_unpin(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier);
+
+/* The tier of the copy to read: device before host. The block must have bytes or a slot. */
+enum kvk_tier kvk_block_tier(const struct kvk_block *block);
+
+/* Address of a shard of the block's copy or slot in a tier. */
+uint8_t *kvk_block_address(const struct kvk_cache *cache, const struct kvk_block *block,
+                           enum kvk_tier tier, uint32_t shard);
+uint32_t kvk_block_generation(const struct kvk_cache *cache, const struct kvk_block *block,
+                              enum kvk_tier tier);
+uint64_t *kvk_block_checksums(const struct kvk_cache *cache, const struct kvk_block *block,
+                              enum kvk_tier tier); /* [shard_count] */
+
+/* Drop one copy; the last one forgets the block (HOLLOW, or FREE and gone). It must not be pinned
+ * or copying there; the last copy must not be held. Counts an eviction where `evicted`. */
+void kvk_block_drop_copy(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier, bool evicted);
+
+/* Seal an unsealed block whose bytes are all there: it gets its copy bit. */
+void kvk_block_seal(struct kvk_cache *cache, uint32_t block);
+
+/* Give `winner` (hollow, indexed) the bytes of `block` (sealed, private, one holder); `block` is
+ * freed, the caller's hold and pins are now on the winner. */
+void kvk_block_fill(struct kvk_cache *cache, uint32_t winner, uint32_t block);
+
+/* Fill one part of a table answer from block ids: slots, tiers, generations. */
+void kvk_table_fill(const struct kvk_cache *cache, const uint32_t *blocks, uint32_t count,
+                    struct kvk_table_part *part);
+/* Room in tables.memory for `entries` entries over all parts. Unlocked; grows, never shrinks. */
+KVK_CHECKED enum kvk_status kvk_tables_reserve_unlocked(struct kvk_tables *tables,
+                                                        uint64_t entries, struct kvk_error *error);
+
+/* ================= room.c: reserving slots, evicting, demoting ================= */
+
+/* What a call wants reserved, over all groups, all or nothing. */
+struct kvk_room_want {
+    enum kvk_tier tier;
+    uint32_t counts[KVK_GROUP_COUNT_MAX]; /* blocks per group */
+    uint64_t growth_bytes;     /* to be kept beside them (OpenSequence) */
+    uint64_t own_growth_bytes; /* of room already kept that this call may use (Append) */
+    uint64_t sequence_id;      /* for the journal */
+};
+
+/*
+ * Reserve fresh blocks (state RESERVED, one hold and one pin in the tier each, the caller's), in
+ * `blocks[group]` [counts[group]]. Evicts and hands slabs over as needed.
+ * KVK_WOULD_BLOCK: room can be made, but only by copying or punching: nothing changed; call
+ * kvk_room_make_drops() and try again. KVK_EXHAUSTED: it cannot; the error says why (cause, needed,
+ * limit, retry hint) and the journal has it.
+ */
+KVK_CHECKED enum kvk_status kvk_room_reserve(struct kvk_cache *cache, struct kvk_space *space,
+                                             const struct kvk_room_want *want,
+                                             uint32_t *blocks[KVK_GROUP_COUNT_MAX],
+                                             const struct kvk_caller *caller,
+                                             struct kvk_error *error);
+
+/* A slot in another tier for a copy of an existing block; no hold, no state change. */
+KVK_CHECKED enum kvk_status kvk_room_slot(struct kvk_cache *cache, struct kvk_group *group,
+                                          enum kvk_tier tier, const struct kvk_caller *caller,
+                                          uint32_t *slot, struct kvk_error *error);
+void kvk_room_slot_give(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
+                        uint32_t slot);
+
+/* Demote a bounded batch of victims, or punch slabs, so that a reservation that would have blocked
+ * gets further. Drops the lock. KVK_DEADLINE, KVK_CANCELLED, or KVK_EXHAUSTED where nothing can be
+ * done any more. */
+KVK_CHECKED enum kvk_status kvk_room_make_drops(struct kvk_cache *cache, struct kvk_space *space,
+                                                const struct kvk_room_want *want,
+                                                const struct kvk_caller *caller,
+                                                struct kvk_error *error);
+
+/* Reserve, making room as long as the caller may block and has time: the loop over both. The lock
+ * is dropped only if the caller may block. */
+KVK_CHECKED enum kvk_status kvk_room_reserve_drops(struct kvk_cache *cache, struct kvk_space *space,
+                                                   const struct kvk_room_want *want,
+                                                   uint32_t *blocks[KVK_GROUP_COUNT_MAX],
+                                                   const struct kvk_caller *caller,
+                                                   struct kvk_error *error);
+
+/* Why would `needed_bytes` not fit in the tier now? Fills cause, value, limit, retry hint and text,
+ * returns KVK_EXHAUSTED; also writes the journal. */
+KVK_CHECKED enum kvk_status kvk_room_refuse(struct kvk_cache *cache, enum kvk_tier tier,
+                                            uint64_t needed_bytes, struct kvk_space *space,
+                                            uint64_t sequence_id, const struct kvk_caller *caller,
+                                            struct kvk_error *error);
+/* Any refusal worth remembering (RESOURCE_EXHAUSTED, PRECONDITION…). */
+void kvk_refusal_note(struct kvk_cache *cache, const struct kvk_caller *caller,
+                      const struct kvk_tenant *tenant, uint64_t sequence_id, uint64_t needed_bytes,
+                      const struct kvk_error *error);
+
+/* ================= transfer between tiers: tiering.c ================= */
+
+/*
+ * Copy blocks to `tier`, each with a slot there taken by kvk_room_slot(). Every block must be held
+ * or be in the caller's transfer by TRANSFER_BEGIN (which this does). Drops the lock while bytes
+ * move. Checksums of whole copies are verified on the way; an unsealed block's is stored. On
+ * KVK_OK all have their copy in `tier` (an unsealed block has moved: its old slot is free). On
+ * failure no block has changed, and all new slots are given back; KVK_DATA_LOSS: a source did not
+ * match: that copy is dropped unless pinned, and counted.
+ */
+struct kvk_move {
+    uint32_t block;
+    uint32_t slot; /* in the target tier */
+};
+KVK_CHECKED enum kvk_status kvk_tier_copy_drops(struct kvk_cache *cache, enum kvk_tier tier,
+                                                const struct kvk_move *moves, uint32_t move_count,
+                                                struct kvk_error *error);
+
+/* Copy the first bytes of one block into another (copy-on-write of a tail): all shards, whole
+ * slots. Both are held by the caller. Drops the lock. */
+KVK_CHECKED enum kvk_status kvk_block_clone_drops(struct kvk_cache *cache, uint32_t target,
+                                                  uint32_t source, struct kvk_error *error);
+
+/* Take (or verify) the checksums of whole blocks where they lie. Drops the lock; blocks must be
+ * held. verify false: store them (at seal). */
+KVK_CHECKED enum kvk_status kvk_block_checksum_drops(struct kvk_cache *cache,
+                                                     const uint32_t *blocks, uint32_t count,
+                                                     bool verify, struct kvk_error *error);
+
+/* Demotion ahead of need: keep config.device_free_percent of the device tier free or clean. One
+ * bounded batch. Drops the lock. */
+void kvk_tier_run_ahead_drops(struct kvk_cache *cache);
+/* Punch slabs that left their arenas; give the budget back. Drops the lock. */
+void kvk_tier_punch_drops(struct kvk_cache *cache);
+uint64_t kvk_tier_load_ns(const struct kvk_cache *cache, uint64_t bytes); /* estimate */
+
+/* ================= lookup.c ================= */
+
+/* The longest boundary in all groups at once, of a prompt under roots[] (KVK_ROOT_NONE: nothing).
+ * Fills cache.path[g] (block ids from the start) and path_tiers[g]; `blocks` is the boundary.
+ * `token_limit`: the boundary lies at or below it (leave_last). */
+struct kvk_prefix {
+    uint64_t blocks;
+    uint64_t known[KVK_GROUP_COUNT_MAX]; /* path entries that are filled */
+    uint64_t hashed_bytes;
+};
+void kvk_prefix_find(struct kvk_cache *cache, struct kvk_space *space,
+                     const uint32_t roots[KVK_GROUP_COUNT_MAX], const struct kvk_prompt *prompt,
+                     uint64_t token_limit, struct kvk_prefix *prefix);
+/* Does a query after `blocks` blocks see block `index` of the group? */
+bool kvk_group_sees(const struct kvk_group *group, uint64_t blocks, uint64_t index);
+/* Count a query once, and a use of every block of the boundary that is seen, deepest first. */
+void kvk_prefix_use(struct kvk_cache *cache, struct kvk_space *space,
+                    const struct kvk_prefix *prefix);
+uint64_t kvk_policy_now(const struct kvk_cache *cache);
+
+/* ================= sequence files ================= */
+
+/* The sequence, if it is the session's instance's; KVK_NOT_FOUND / KVK_PERMISSION / busy. */
+KVK_CHECKED enum kvk_status kvk_sequence_find(struct kvk_cache *cache,
+                                              const struct kvk_caller *caller, uint64_t session_id,
+                                              uint64_t sequence_id, struct kvk_session **session,
+                                              struct kvk_sequence **sequence,
+                                              struct kvk_error *error);
+
+/* End a sequence that its instance loses: what is unsealed goes to the quarantine of each session
+ * whose live process may write there, else back at once. Busy ones are doomed instead. */
+void kvk_sequence_abandon(struct kvk_cache *cache, struct kvk_sequence *sequence);
+/* A rank ended: cut the sequence back to what is sealed by all; quarantine as above. */
+void kvk_sequence_rank_ended(struct kvk_cache *cache, struct kvk_sequence *sequence,
+                             struct kvk_session *session);
+
+/* ================= lease.c ================= */
+
+void kvk_lease_end(struct kvk_cache *cache, struct kvk_lease *lease); /* release all, free it */
+void kvk_leases_expire(struct kvk_cache *cache); /* bounded */
+KVK_CHECKED enum kvk_status kvk_lease_find(struct kvk_cache *cache, const struct kvk_caller *caller,
+                                           uint64_t session_id, uint64_t lease_id,
+                                           struct kvk_session **session, struct kvk_lease **lease,
+                                           struct kvk_error *error);
+void kvk_transfer_finish(struct kvk_cache *cache, struct kvk_transfer *transfer);
+uint64_t kvk_lease_clock(const struct kvk_cache *cache);
+
+/* ================= session.c ================= */
+
+/* The session, if it is the caller's tenant's and connected. KVK_NOT_FOUND (session ended). */
+KVK_CHECKED enum kvk_status kvk_session_find(struct kvk_cache *cache,
+                                             const struct kvk_caller *caller, uint64_t session_id,
+                                             struct kvk_session **session,
+                                             struct kvk_error *error);
+/* May a live process of this instance write the group's slots in the tier? One that can, or NULL. */
+struct kvk_session *kvk_instance_writer(struct kvk_instance *instance,
+                                        const struct kvk_group *group, enum kvk_tier tier);
+/* Take over the last hold and pin of an unsealed block until the session's process is gone. */
+void kvk_session_quarantine(struct kvk_cache *cache, struct kvk_session *session, uint32_t block);
+void kvk_sessions_maintain(struct kvk_cache *cache); /* pidfds without a side socket, tokens */
+uint64_t kvk_cache_new_id(struct kvk_cache *cache);
+
+#endif
