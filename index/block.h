@@ -25,6 +25,8 @@
 
 #define KVK_BLOCK_NONE UINT32_MAX
 
+struct kvk_evict_queue;
+
 enum kvk_tier {
     KVK_TIER_DEVICE = 0,
     KVK_TIER_HOST = 1,
@@ -62,15 +64,16 @@ enum kvk_block_event {
 
 struct kvk_block {
     /* Place in the index; written by the index alone. */
-    struct kvk_key key;    /* fixed while indexed */
-    uint32_t parent;       /* block id; KVK_BLOCK_NONE at a root, or while not indexed */
-    uint32_t run;          /* the run that holds its tokens; UINT32_MAX while not indexed */
-    uint32_t run_offset;   /* blocks from the run's start */
-    uint32_t child_count;  /* indexed children */
-    uint32_t anchor_count; /* open sequences whose chain goes on from here: keeps the place */
-    uint32_t position;     /* blocks before it in its chain */
-    uint32_t byte_children;   /* indexed children with bytes in any tier: forgetting is leaf-first */
+    struct kvk_key key;     /* fixed while indexed */
+    uint32_t parent;        /* block id; KVK_BLOCK_NONE at a root, or while not indexed */
+    uint32_t run;           /* the run that holds its tokens; UINT32_MAX while not indexed */
+    uint32_t run_offset;    /* blocks from the run's start */
+    uint32_t child_count;   /* indexed children */
+    uint32_t anchor_count;  /* open sequences whose chain goes on from here: keeps the place */
+    uint32_t position;      /* blocks before it in its chain */
+    uint32_t byte_children; /* indexed children with bytes in any tier: forgetting is leaf-first */
     uint32_t device_children; /* of them, with a copy in the device tier: so is demoting */
+    uint32_t hash_next;       /* next block of its bucket in the table of keys */
 
     /* Life; written by kvk_block_step() alone. */
     uint32_t hold_count;
@@ -78,19 +81,20 @@ struct kvk_block {
     uint8_t transfer_count; /* copies under way */
 
     /* Copies; written by the engine through kvk_index_set_tiers(). */
-    uint8_t tier_mask; /* bit per enum kvk_tier that holds a whole copy */
-    uint8_t flags;     /* the engine's own */
+    uint8_t tier_mask;                  /* bit per enum kvk_tier that holds a whole copy */
+    uint8_t flags;                      /* the engine's own */
     uint32_t slot[KVK_TIER_COUNT];      /* KVK_SLOT_NONE: none. While RESERVED or ACTIVE, one */
     uint16_t pin_count[KVK_TIER_COUNT]; /* copy pins */
-    uint32_t arena;  /* which space and group: the engine's number */
-    uint32_t lease_hold_count; /* of hold_count, those of leases; the engine's own */
+    uint32_t arena;                     /* which space and group: the engine's number */
+    uint32_t lease_hold_count;          /* of hold_count, those of leases; the engine's own */
 
     /* Worth; written by the eviction policy alone. */
-    uint64_t order;       /* within its class: lowest goes first */
-    uint64_t used_ns;     /* last use, policy clock */
-    float cost;           /* to compute again, relative to its space's first block */
-    uint32_t queue_index; /* place in its eviction queue; UINT32_MAX: in none */
-    uint16_t use_count;   /* saturating */
+    uint64_t order;                /* within its class: lowest goes first */
+    uint64_t used_ns;              /* last use, policy clock */
+    struct kvk_evict_queue *queue; /* borrowed: the one that it is in, or NULL */
+    float cost;                    /* to compute again, relative to its space's first block */
+    uint32_t queue_index;          /* place in its eviction queue; UINT32_MAX: in none */
+    uint16_t use_count;            /* saturating */
     uint8_t queue_class;
     uint8_t queue_tier;
 };

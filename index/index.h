@@ -112,7 +112,9 @@ void kvk_index_match(const struct kvk_index *index, const struct kvk_content *co
 /* ---- Changing ---- */
 
 /*
- * Put `block` under the cursor with the block_tokens tokens of `content` that begin there.
+ * Put `block`, which must be whole and unindexed, under the cursor with the block_tokens tokens of
+ * `content` that begin there. Where it has a copy and is its parent's first child with bytes, the
+ * parent (cursor->block before the call) is no longer a leaf: it must be in no queue.
  * KVK_OK: indexed, the cursor stands behind it.
  * KVK_EXISTS: another block stands there; `*winner` is it (it may be hollow), the cursor stands
  * behind the winner, `block` is unchanged.
@@ -124,6 +126,12 @@ KVK_CHECKED enum kvk_status kvk_index_insert(struct kvk_index *index, struct kvk
 
 /* Take a block without children and anchors out of its chain. Its parent, or KVK_BLOCK_NONE. */
 uint32_t kvk_index_remove(struct kvk_index *index, uint32_t block);
+
+/* An open sequence's chain goes on from this indexed block: it stays indexed, though perhaps
+ * hollow, until the anchor is taken away again. (At a root, kvk_index_root_hold() is the anchor.)
+ */
+void kvk_index_anchor(struct kvk_index *index, uint32_t block);
+void kvk_index_unanchor(struct kvk_index *index, uint32_t block);
 
 /* Tokens of an indexed block: [block_tokens], valid until the next insert or remove. */
 const uint32_t *kvk_index_tokens(const struct kvk_index *index, uint32_t block);
@@ -137,12 +145,12 @@ uint32_t kvk_index_first_child(const struct kvk_index *index, uint32_t root, uin
 uint32_t kvk_index_next_child(const struct kvk_index *index, uint32_t child);
 
 struct kvk_index_stats {
-    uint64_t blocks;        /* indexed */
+    uint64_t blocks; /* indexed */
     uint64_t private_blocks;
     uint64_t hollow_blocks;
     uint64_t runs;
     uint64_t roots;
-    uint64_t bytes;         /* of memory, tokens and content bytes apart */
+    uint64_t bytes; /* of memory, tokens and content bytes apart */
     uint64_t token_bytes;
 };
 void kvk_index_stats(const struct kvk_index *index, struct kvk_index_stats *stats);

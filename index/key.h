@@ -14,8 +14,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KVK_SECRET_SIZE 32        /* of a tenant, random */
-#define KVK_HASH_SECRET_SIZE 192  /* what XXH3 takes, expanded from it */
+#define KVK_SECRET_SIZE 32       /* of a tenant, random */
+#define KVK_HASH_SECRET_SIZE 192 /* what XXH3 takes, expanded from it */
 #define KVK_DIGEST_SIZE_MAX 64
 
 struct kvk_key {
@@ -33,8 +33,8 @@ struct kvk_hasher {
 /* A run of placeholder tokens and the digest of the content (an image, say) they stand for. It
  * counts for every block that it touches, together with where in the span that block begins. */
 struct kvk_content_span {
-    uint64_t first; /* token position in the prompt */
-    uint64_t count; /* tokens */
+    uint64_t first;       /* token position in the prompt */
+    uint64_t count;       /* tokens */
     uint32_t digest_size; /* 1 to KVK_DIGEST_SIZE_MAX */
     uint8_t digest[KVK_DIGEST_SIZE_MAX];
 };
