@@ -20,12 +20,12 @@
 
 /* One sequence's part of a batch: queries of one layer over the pages of one shard. */
 struct kvk_attend_item {
-    const void *queries;   /* [query_count][query_heads][head_size_k], format_q */
-    float *output;         /* [query_count][query_heads][head_size_v], fp32, written whole */
-    float *lse;            /* [query_count][query_heads], fp32, written whole */
+    const void *queries; /* [query_count][query_heads][head_size_k], format_q */
+    float *output;       /* [query_count][query_heads][head_size_v], fp32, written whole */
+    float *lse;          /* [query_count][query_heads], fp32, written whole */
     uint32_t query_count;
-    uint64_t position;     /* absolute position of the first query; the others follow */
-    uint64_t token_count;  /* tokens of K/V there are; may be fewer or more than position + 1 */
+    uint64_t position;        /* absolute position of the first query; the others follow */
+    uint64_t token_count;     /* tokens of K/V there are; may be fewer or more than position + 1 */
     const void *const *pages; /* [page_count]: a block's shard; NULL: not part of this item (no
                                  query sees it, or another device attends it; the caller merges) */
     uint32_t page_count;      /* page i holds tokens first_token + i * block_tokens onward */

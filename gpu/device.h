@@ -51,24 +51,25 @@ struct kvk_export {
 
 struct kvk_device_info {
     char name[64];
-    char path[32]; /* which kernels run: "avx512", "avx2", "plain" */
+    char path[32]; /* which kernels run: "avx512_bf16", "avx512", "avx2", "plain" */
     uint32_t thread_count;
     uint64_t memory_bytes; /* 0: bounded by configuration alone */
 };
 
 struct kvk_device_ops {
     void (*info)(struct kvk_device *device, struct kvk_device_info *info);
-    void (*close)(struct kvk_device *device);
+    void (*close)(struct kvk_device *device); /* after all its regions were freed */
     /* Reserve address space; nothing is backed yet. Reads of unbacked ranges give zeros. */
     enum kvk_status (*alloc)(struct kvk_device *device, uint64_t size_bytes, const char *name,
                              struct kvk_region *region, struct kvk_error *error);
+    /* Its bytes go back at once, even where a process still maps it: that one then sees zeros. */
     void (*free)(struct kvk_device *device, struct kvk_region *region);
     /* Back a range and touch it, so that later writes do not fault; or punch it out, so that old
      * mappings see zeros there. Offsets and sizes in bytes; rounded inward to pages on punch. */
     enum kvk_status (*back)(struct kvk_device *device, struct kvk_region *region, uint64_t offset,
                             uint64_t size_bytes, struct kvk_error *error);
-    enum kvk_status (*punch)(struct kvk_device *device, struct kvk_region *region,
-                             uint64_t offset, uint64_t size_bytes, struct kvk_error *error);
+    enum kvk_status (*punch)(struct kvk_device *device, struct kvk_region *region, uint64_t offset,
+                             uint64_t size_bytes, struct kvk_error *error);
     /* Bytes really backed, strays that a mapping worker faulted in included. */
     uint64_t (*backed_bytes)(struct kvk_device *device, const struct kvk_region *region);
     /* Copy all pieces; returns when nothing reads or writes them any more, failed or not. In
@@ -90,7 +91,7 @@ struct kvk_device_cpu_options {
     uint32_t copy_thread_count;   /* threads that share one big copy; 0 or 1: the caller alone */
     uint64_t copy_step_bytes;     /* bytes between yields; 0: 64 KiB */
     bool huge_pages;              /* ask for transparent huge pages */
-    const char *path;             /* force "plain", "avx2" or "avx512"; NULL: the best there is */
+    const char *path;             /* force one of kvk_device_info.path; NULL: the best there is */
     uint32_t test_copy_delay_us;  /* test hook: sleep before each piece */
 };
 

@@ -1,0 +1,155 @@
+/* Attention as the contract writes it, in double, and the merge of partial results. */
+#include "gpu/attend.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "gpu/values.h"
+
+/* A query of one head, and the KV head that it reads. */
+struct reference_row {
+    const struct kvk_attend *attend;
+    const struct kvk_attend_item *item;
+    uint64_t position;
+    uint64_t query; /* row of [query_count x query_heads] */
+    uint32_t kv_head;
+};
+
+static bool row_sees(const struct reference_row *row, uint64_t token)
+{
+    const struct kvk_attend *attend = row->attend;
+
+    if (attend->causal && token > row->position) {
+        return false;
+    }
+    return attend->window == 0 || token + attend->window > row->position || token < attend->sinks;
+}
+
+/* Value `index` of the token's K or V. */
+static double page_value(const struct reference_row *row, uint64_t token, uint64_t offset,
+                         enum kvk_format format, uint32_t head_size, uint32_t index)
+{
+    const struct kvk_attend *attend = row->attend;
+    uint64_t slot = token - row->item->first_token;
+    const uint8_t *page = row->item->pages[slot / attend->block_tokens];
+    uint64_t token_row =
+        (uint64_t)row->kv_head * attend->block_tokens + slot % attend->block_tokens;
+
+    return (double)kvk_value_widen(format, page + offset, token_row * head_size + index);
+}
+
+static double row_logit(const struct reference_row *row, uint64_t token)
+{
+    const struct kvk_attend *attend = row->attend;
+    double dot = 0;
+
+    for (uint32_t i = 0; i < attend->head_size_k; i++) {
+        double q = (double)kvk_value_widen(attend->format_q, row->item->queries,
+                                           row->query * attend->head_size_k + i);
+        dot +=
+            q * page_value(row, token, attend->k_offset, attend->format_k, attend->head_size_k, i);
+    }
+    double logit = dot * (double)attend->scale;
+    if (attend->soft_cap > 0) {
+        logit = (double)attend->soft_cap * tanh(logit / (double)attend->soft_cap);
+    }
+    return logit;
+}
+
+static double row_value(const struct reference_row *row, uint64_t token, uint32_t index)
+{
+    const struct kvk_attend *attend = row->attend;
+
+    if (attend->latent) {
+        return page_value(row, token, attend->k_offset, attend->format_k, attend->head_size_k,
+                          index);
+    }
+    return page_value(row, token, attend->v_offset, attend->format_v, attend->head_size_v, index);
+}
+
+static void row_attend(const struct reference_row *row)
+{
+    const struct kvk_attend *attend = row->attend;
+    const struct kvk_attend_item *item = row->item;
+    float *output = item->output + row->query * attend->head_size_v;
+    double values[KVK_HEAD_SIZE_MAX] = {0};
+    double max = -INFINITY;
+    double sum = 0;
+
+    for (uint64_t token = 0; token < item->token_count; token++) {
+        if (row_sees(row, token)) {
+            max = fmax(max, row_logit(row, token));
+        }
+    }
+    for (uint64_t token = 0; token < item->token_count; token++) {
+        if (!row_sees(row, token)) {
+            continue;
+        }
+        double weight = exp(row_logit(row, token) - max);
+        sum += weight;
+        for (uint32_t i = 0; i < attend->head_size_v; i++) {
+            values[i] += weight * row_value(row, token, i);
+        }
+    }
+    for (uint32_t i = 0; i < attend->head_size_v; i++) {
+        output[i] = sum != 0 ? (float)(values[i] / sum) : 0;
+    }
+    item->lse[row->query] = sum != 0 ? (float)(max + log(sum)) : -INFINITY;
+}
+
+void kvk_attend_reference(const struct kvk_attend *attend)
+{
+    for (uint32_t i = 0; i < attend->item_count; i++) {
+        const struct kvk_attend_item *item = &attend->items[i];
+        for (uint64_t query = 0; query < (uint64_t)item->query_count * attend->query_heads;
+             query++) {
+            uint32_t head = (uint32_t)(query % attend->query_heads);
+            const struct reference_row row = {
+                .attend = attend,
+                .item = item,
+                .position = item->position + query / attend->query_heads,
+                .query = query,
+                .kv_head = head / (attend->query_heads / attend->kv_heads),
+            };
+            row_attend(&row);
+        }
+    }
+}
+
+/* other = the only part that saw anything. */
+static void row_replace(float *output, float *lse, const float *other_output, float other_lse,
+                        uint32_t head_size)
+{
+    memcpy(output, other_output, head_size * sizeof(*output));
+    *lse = other_lse;
+}
+
+void kvk_attend_merge(float *output, float *lse, const float *other_output, const float *other_lse,
+                      uint64_t rows, uint32_t head_size)
+{
+    for (uint64_t row = 0; row < rows; row++) {
+        float *values = output + row * head_size;
+        const float *other_values = other_output + row * head_size;
+        double a = (double)lse[row];
+        double b = (double)other_lse[row];
+
+        if (b == -INFINITY) {
+            if (a == -INFINITY) {
+                memset(values, 0, head_size * sizeof(*values));
+            }
+            continue;
+        }
+        if (a == -INFINITY) {
+            row_replace(values, &lse[row], other_values, other_lse[row], head_size);
+            continue;
+        }
+        double max = fmax(a, b);
+        double sum = exp(a - max) + exp(b - max);
+        float weight = (float)(exp(a - max) / sum);
+        float other_weight = (float)(exp(b - max) / sum);
+        for (uint32_t i = 0; i < head_size; i++) {
+            values[i] = weight * values[i] + other_weight * other_values[i];
+        }
+        lse[row] = (float)(max + log(sum));
+    }
+}

@@ -1,0 +1,43 @@
+/*
+ * A unit of attention: some rows of one item and KV head over one range of what they see.
+ *
+ * A row is a query of one head; the rows of an item and KV head are numbered query by query, so
+ * that the query heads that share a KV head lie side by side and its K/V is read once for them.
+ */
+#ifndef KVK_GPU_ATTEND_UNIT_H
+#define KVK_GPU_ATTEND_UNIT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "gpu/attend.h"
+#include "gpu/attend_kernel.h"
+#include "gpu/attend_visible.h"
+
+struct kvk_attend_unit {
+    uint32_t item;
+    uint32_t kv_head;
+    uint64_t first_row;
+    uint32_t row_count;                /* 1 to KVK_ATTEND_ROWS_MAX */
+    struct kvk_attend_visible visible; /* what this unit goes over; the rows may see less of it */
+    float *output; /* [row_count][head_size_v], where the unit is one of several; or NULL */
+    float *lse;    /* [row_count], likewise */
+};
+
+/* What the rows see, whole; the plan cuts it. */
+struct kvk_attend_visible kvk_attend_unit_visible(const struct kvk_attend *attend,
+                                                  const struct kvk_attend_unit *unit);
+
+/* Where row `row` of [query_count x query_heads] of the item is. */
+uint64_t kvk_attend_unit_item_row(const struct kvk_attend *attend,
+                                  const struct kvk_attend_unit *unit, uint32_t row);
+
+/* Bytes of scratch memory, a multiple of 64, for units of up to `row_count` rows. */
+size_t kvk_attend_unit_scratch_bytes(const struct kvk_attend_kernel *kernel,
+                                     const struct kvk_attend *attend, uint32_t row_count);
+
+/* `scratch` is aligned to 64 bytes; what is in it does not matter. */
+void kvk_attend_unit_run(const struct kvk_attend_kernel *kernel, const struct kvk_attend *attend,
+                         const struct kvk_attend_unit *unit, uint8_t *scratch);
+
+#endif

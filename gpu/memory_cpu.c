@@ -1,0 +1,188 @@
+#include "gpu/memory_cpu.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "base/assert.h"
+
+#define HUGE_PAGE_BYTES (UINT64_C(2) << 20)
+
+/* Known to kernels since 6.1; the C library may be older. */
+#define ADVICE_COLLAPSE 25
+
+static uint64_t page_bytes(void)
+{
+    return (uint64_t)sysconf(_SC_PAGESIZE);
+}
+
+static uint64_t round_down(uint64_t value, uint64_t unit)
+{
+    return value - value % unit;
+}
+
+static uint64_t round_up(uint64_t value, uint64_t unit)
+{
+    return round_down(value + unit - 1, unit);
+}
+
+static void check_range(const struct kvk_region *region, uint64_t offset, uint64_t size_bytes)
+{
+    KVK_ASSERT(offset <= region->size_bytes);
+    KVK_ASSERT(size_bytes <= region->size_bytes - offset);
+}
+
+/* Map the file where huge pages of the file are huge pages of the mapping too: the kernel itself
+ * promises no more than page alignment. */
+static uint8_t *map_aligned(int fd, uint64_t size_bytes)
+{
+    uint64_t span_bytes = size_bytes + HUGE_PAGE_BYTES;
+    uint8_t *span =
+        mmap(NULL, span_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (span == MAP_FAILED) {
+        return NULL;
+    }
+    uint64_t skip_bytes = round_up((uintptr_t)span, HUGE_PAGE_BYTES) - (uintptr_t)span;
+    uint8_t *address = mmap(span + skip_bytes, size_bytes, PROT_READ | PROT_WRITE,
+                            MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd, 0);
+    if (address == MAP_FAILED) {
+        (void)munmap(span, span_bytes);
+        return NULL;
+    }
+    if (skip_bytes > 0) {
+        (void)munmap(span, skip_bytes);
+    }
+    (void)munmap(address + size_bytes, HUGE_PAGE_BYTES - skip_bytes);
+    return address;
+}
+
+enum kvk_status kvk_memory_cpu_alloc(uint64_t size_bytes, const char *name, bool huge_pages,
+                                     struct kvk_region *region, struct kvk_error *error)
+{
+    if (size_bytes == 0 || size_bytes > INT64_MAX - HUGE_PAGE_BYTES) {
+        return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "size_bytes",
+                        "a region cannot have %llu bytes", (unsigned long long)size_bytes);
+    }
+    uint64_t rounded_bytes = round_up(size_bytes, page_bytes());
+    int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd < 0) {
+        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "memfd_create: %s",
+                        strerror(errno));
+    }
+    if (ftruncate(fd, (off_t)rounded_bytes) != 0 ||
+        fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+        int cause = errno;
+        (void)close(fd);
+        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "",
+                        "sizing and sealing a memfd of %llu bytes: %s",
+                        (unsigned long long)rounded_bytes, strerror(cause));
+    }
+    uint8_t *address = map_aligned(fd, rounded_bytes);
+    if (address == NULL) {
+        int cause = errno;
+        (void)close(fd);
+        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "",
+                        "mapping a memfd of %llu bytes: %s", (unsigned long long)rounded_bytes,
+                        strerror(cause));
+    }
+    /* Tenants' data stays out of core files. Both are wishes, no promises. */
+    (void)madvise(address, rounded_bytes, MADV_DONTDUMP);
+    if (huge_pages) {
+        (void)madvise(address, rounded_bytes, MADV_HUGEPAGE);
+    }
+    *region = (struct kvk_region){.address = address, .size_bytes = rounded_bytes, .fd = fd};
+    return KVK_OK;
+}
+
+void kvk_memory_cpu_free(struct kvk_region *region)
+{
+    KVK_ASSERT(region->address != NULL);
+    int result = fallocate(region->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,
+                           (off_t)region->size_bytes);
+    KVK_ASSERT(result == 0);
+    result = munmap(region->address, region->size_bytes);
+    KVK_ASSERT(result == 0);
+    (void)close(region->fd);
+    *region = (struct kvk_region){.fd = -1};
+}
+
+/*
+ * Write-fault every page of a backed range, so that the daemon's own writes never fault. The
+ * pages are there already: this only fills page tables, and loses no byte that is there.
+ */
+static void touch(uint8_t *address, uint64_t size_bytes)
+{
+    if (madvise(address, size_bytes, MADV_POPULATE_WRITE) == 0) {
+        return;
+    }
+    /* Before Linux 5.14. An atomic add of nothing keeps what a worker writes meanwhile. */
+    for (uint64_t offset = 0; offset < size_bytes; offset += page_bytes()) {
+        __atomic_fetch_add(&address[offset], 0, __ATOMIC_RELAXED);
+    }
+}
+
+/* Only huge pages that lie whole in the range: a collapse fills holes, and what is beside the
+ * range is not ours to back. Refused by many kernels; then small pages stay. */
+static void collapse(struct kvk_region *region, uint64_t begin, uint64_t end)
+{
+    begin = round_up(begin, HUGE_PAGE_BYTES);
+    end = round_down(end, HUGE_PAGE_BYTES);
+    if (begin < end) {
+        (void)madvise(region->address + begin, end - begin, ADVICE_COLLAPSE);
+    }
+}
+
+enum kvk_status kvk_memory_cpu_back(struct kvk_region *region, uint64_t offset, uint64_t size_bytes,
+                                    bool huge_pages, struct kvk_error *error)
+{
+    check_range(region, offset, size_bytes);
+    if (size_bytes == 0) {
+        return KVK_OK;
+    }
+    uint64_t begin = round_down(offset, page_bytes());
+    uint64_t end = round_up(offset + size_bytes, page_bytes());
+    /* Takes all pages or, failing, none; a page fault instead would kill the daemon. */
+    int result;
+    do {
+        result = fallocate(region->fd, 0, (off_t)begin, (off_t)(end - begin));
+    } while (result != 0 && errno == EINTR);
+    if (result != 0) {
+        return kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", end - begin, 0,
+                              "backing %llu bytes of memory: %s", (unsigned long long)(end - begin),
+                              strerror(errno));
+    }
+    if (huge_pages) {
+        collapse(region, begin, end);
+    }
+    touch(region->address + begin, end - begin);
+    return KVK_OK;
+}
+
+enum kvk_status kvk_memory_cpu_punch(struct kvk_region *region, uint64_t offset,
+                                     uint64_t size_bytes, struct kvk_error *error)
+{
+    check_range(region, offset, size_bytes);
+    uint64_t begin = round_up(offset, page_bytes());
+    uint64_t end = round_down(offset + size_bytes, page_bytes());
+    if (begin >= end) {
+        return KVK_OK;
+    }
+    if (fallocate(region->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)begin,
+                  (off_t)(end - begin)) != 0) {
+        return kvk_fail(error, KVK_INTERNAL, KVK_CAUSE_NONE, "", "punching %llu bytes: %s",
+                        (unsigned long long)(end - begin), strerror(errno));
+    }
+    return KVK_OK;
+}
+
+uint64_t kvk_memory_cpu_backed_bytes(const struct kvk_region *region)
+{
+    struct stat status;
+
+    int result = fstat(region->fd, &status);
+    KVK_ASSERT(result == 0);
+    return (uint64_t)status.st_blocks * 512; /* st_blocks counts 512 bytes on every file system */
+}
