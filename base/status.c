@@ -88,6 +88,8 @@ const char *kvk_status_name(enum kvk_status status)
         return "DATA_LOSS";
     case KVK_UNAUTHENTICATED:
         return "UNAUTHENTICATED";
+    case KVK_WOULD_BLOCK:
+        return "WOULD_BLOCK";
     }
     return "UNKNOWN";
 }
