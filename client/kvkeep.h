@@ -1,0 +1,349 @@
+/*
+ * libkvkeep: kvkeepd for inference workers in C.
+ *
+ * A worker connects, opens a session and a space, maps the slots of its shard, and then keeps each
+ * request as a sequence: open it (the longest cached prefix is found), write K/V of the other
+ * tokens into its slots, seal, append, close. client/examples/tiny_llama.c does all of it.
+ *
+ * Errors: every call that can fail returns enum kvk_status and fills struct kvk_error (may be
+ * NULL): act on error.cause. Calls that may be repeated are repeated here, with backoff, while the
+ * daemon says UNAVAILABLE and the call's time lasts; everything else is the caller's decision.
+ *
+ * Threads: a client serves one call at a time (a mutex inside); threads that must not wait for
+ * each other connect each. Fork before kvkeep_connect(), never after.
+ *
+ * Memory: what a call fills belongs to the caller and is ended by the matching _finish or _close.
+ */
+#ifndef KVK_CLIENT_KVKEEP_H
+#define KVK_CLIENT_KVKEEP_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/geometry.h"
+#include "base/status.h"
+
+/* ---- Connection ---- */
+
+struct kvkeep_client;
+
+struct kvkeep_options {
+    const char *target;  /* "unix:/run/kvkeep/kvkeep.sock" or "HOST:PORT" */
+    const char *token;   /* bearer token; NULL: none (the unix socket knows the uid) */
+    uint32_t timeout_ms; /* of one call, repeats included; 0: 30,000 */
+    bool no_retry;       /* never repeat a call */
+};
+
+KVK_CHECKED enum kvk_status kvkeep_connect(const struct kvkeep_options *options,
+                                           struct kvkeep_client **client, struct kvk_error *error);
+void kvkeep_disconnect(struct kvkeep_client *client); /* sessions first; NULL is fine */
+
+/* Where the connection options say nothing: KVKEEP_TARGET, else the daemon's default socket. */
+const char *kvkeep_default_target(void);
+
+struct kvkeep_server_info {
+    char version[32];
+    uint8_t boot_id[16];
+    char policy[16];
+    char device[64];
+    char device_path[32];
+    char tenant[256];
+    bool admin;
+    uint64_t device_bytes;
+    uint64_t host_bytes;
+    uint64_t uptime_ms;
+    uint64_t tokens_max;
+    uint64_t message_bytes_max;
+};
+KVK_CHECKED enum kvk_status kvkeep_server_info(struct kvkeep_client *client,
+                                               struct kvkeep_server_info *info,
+                                               struct kvk_error *error);
+
+/* ---- Spaces ---- */
+
+/* UTF-8, NULL or "": not said. */
+struct kvkeep_identity {
+    const char *model; /* required */
+    const char *revision;
+    const char *tokenizer_digest;
+    const char *template_digest;
+    const char *position_encoding;
+    const char *adapter_name;
+    const char *adapter_id;
+    const char *adapter_version;
+    const char *kv_format;
+    const char *mask_rule;
+};
+
+struct kvkeep_space_options {
+    const char *tenant; /* NULL: the credential's own */
+    struct kvkeep_identity identity;
+    uint32_t block_tokens;
+    const struct kvk_geometry *groups; /* [group_count]; block_tokens and shards as here */
+    uint32_t group_count;
+    uint32_t tensor_shards;   /* 0: 1 */
+    uint32_t pipeline_shards; /* 0: 1 */
+    double flops_per_token;
+    double flops_per_token_position;
+    double flops_per_second;
+    uint32_t lookup_min_tokens;
+};
+
+struct kvkeep_space {
+    uint64_t id;
+    uint32_t block_tokens;
+    uint32_t group_count;
+    struct kvk_geometry groups[KVK_GROUP_COUNT_MAX];
+};
+
+KVK_CHECKED enum kvk_status kvkeep_space_open(struct kvkeep_client *client,
+                                              const struct kvkeep_space_options *options,
+                                              struct kvkeep_space *space, struct kvk_error *error);
+
+/* ---- Sessions ---- */
+
+struct kvkeep_session;
+
+enum kvkeep_notice {
+    KVKEEP_NOTICE_DRAINING = 1,
+    KVKEEP_NOTICE_RANK_ENDED = 2,  /* value: the rank */
+    KVKEEP_NOTICE_INVALIDATED = 3, /* value: the space's id */
+    KVKEEP_NOTICE_LOST = 4,        /* the stream is at its end; open a new session */
+};
+
+struct kvkeep_session_options {
+    const char *tenant;
+    const uint8_t *instance_token; /* 16 bytes to join an instance; NULL: open one */
+    uint32_t rank;
+    const char *name;
+    bool no_side_socket; /* do not connect it: nothing can be mapped */
+    void (*on_notice)(void *context, enum kvkeep_notice notice, uint64_t value); /* may be NULL;
+                                                                     on a thread of the session */
+    void *context;
+};
+
+KVK_CHECKED enum kvk_status kvkeep_session_open(struct kvkeep_client *client,
+                                                const struct kvkeep_session_options *options,
+                                                struct kvkeep_session **session,
+                                                struct kvk_error *error);
+void kvkeep_session_close(struct kvkeep_session *session); /* all of its sequences end */
+uint64_t kvkeep_session_id(const struct kvkeep_session *session);
+const uint8_t *kvkeep_session_token(const struct kvkeep_session *session); /* 16 bytes, to join */
+
+/* ---- Mapped memory ---- */
+
+struct kvkeep_map {
+    uint8_t *address; /* slot s at address + s x slot_stride; never written where read_only */
+    uint64_t size_bytes;
+    uint64_t slot_stride;
+    const volatile uint32_t *generations; /* [slot]; read before and after copying: changed means
+                                             the bytes are gone. NULL for scratch */
+    uint64_t generations_size_bytes;
+    uint64_t id;
+    bool read_only;
+};
+
+enum kvkeep_tier {
+    KVKEEP_TIER_NONE = 0,
+    KVKEEP_TIER_DEVICE = 1,
+    KVKEEP_TIER_HOST = 2,
+};
+
+KVK_CHECKED enum kvk_status kvkeep_map_slots(struct kvkeep_session *session,
+                                             const struct kvkeep_space *space, uint32_t group,
+                                             uint32_t rank, enum kvkeep_tier tier, bool read_only,
+                                             struct kvkeep_map *map, struct kvk_error *error);
+KVK_CHECKED enum kvk_status kvkeep_map_scratch(struct kvkeep_session *session, uint64_t size_bytes,
+                                               struct kvkeep_map *map, struct kvk_error *error);
+void kvkeep_unmap(struct kvkeep_map *map);
+
+/* ---- Prompts, look-ups, leases ---- */
+
+struct kvkeep_span {
+    uint64_t first; /* token position */
+    uint64_t count;
+    const uint8_t *digest;
+    uint32_t digest_size;
+};
+
+struct kvkeep_prompt {
+    const uint32_t *tokens; /* [token_count] */
+    uint64_t token_count;
+    const uint8_t *salt;
+    size_t salt_size;
+    const struct kvkeep_span *spans; /* [span_count], sorted */
+    uint32_t span_count;
+};
+
+/* Where blocks of a prefix are; index = block of the prefix. */
+struct kvkeep_table {
+    uint32_t *slots;       /* [count] */
+    uint8_t *tiers;        /* [count] enum kvkeep_tier */
+    uint32_t *generations; /* [count] */
+    uint64_t count;
+    uint64_t capacity;
+};
+
+struct kvkeep_lookup {
+    uint64_t cached_tokens;
+    uint64_t device_tokens;
+    uint64_t host_tokens;
+    uint64_t load_ns;
+    uint64_t recompute_ns;
+};
+
+KVK_CHECKED enum kvk_status kvkeep_lookup(struct kvkeep_client *client,
+                                          const struct kvkeep_space *space,
+                                          const struct kvkeep_prompt *prompt, bool leave_last,
+                                          struct kvkeep_lookup *result, struct kvk_error *error);
+KVK_CHECKED enum kvk_status kvkeep_touch(struct kvkeep_client *client,
+                                         const struct kvkeep_space *space,
+                                         const struct kvkeep_prompt *prompt,
+                                         uint64_t *touched_tokens, struct kvk_error *error);
+
+struct kvkeep_lease {
+    uint64_t id; /* 0: nothing was cached */
+    uint64_t cached_tokens;
+    uint32_t group_count;
+    struct kvkeep_table groups[KVK_GROUP_COUNT_MAX];
+};
+
+KVK_CHECKED enum kvk_status kvkeep_pin(struct kvkeep_session *session,
+                                       const struct kvkeep_space *space,
+                                       const struct kvkeep_prompt *prompt, uint64_t ttl_ms,
+                                       bool copy_pin, struct kvkeep_lease *lease,
+                                       struct kvk_error *error);
+KVK_CHECKED enum kvk_status kvkeep_renew(struct kvkeep_session *session,
+                                         const struct kvkeep_lease *lease, uint64_t ttl_ms,
+                                         struct kvk_error *error);
+/* Releases on the daemon and finishes the struct, whether or not the daemon still knew it. */
+KVK_CHECKED enum kvk_status kvkeep_release(struct kvkeep_session *session,
+                                           struct kvkeep_lease *lease, struct kvk_error *error);
+
+/* ---- Sequences ---- */
+
+/* The client's view of a sequence: kept in step with the daemon by every call below. */
+struct kvkeep_sequence {
+    uint64_t id; /* 0: none */
+    const struct kvkeep_space *space;
+    bool swapped_out;
+    uint64_t cached_tokens;
+    uint64_t sealed_tokens;
+    uint64_t committed_tokens;
+    uint64_t length;
+    uint64_t grant_first;
+    struct kvkeep_table groups[KVK_GROUP_COUNT_MAX];
+};
+
+struct kvkeep_open_options {
+    bool leave_last;
+    bool no_lookup;
+    bool leave_on_host;
+    uint64_t growth_tokens;
+    enum kvkeep_tier tier; /* NONE: the default */
+};
+
+KVK_CHECKED enum kvk_status kvkeep_sequence_open(struct kvkeep_session *session,
+                                                 const struct kvkeep_space *space,
+                                                 const struct kvkeep_prompt *prompt,
+                                                 const struct kvkeep_open_options *options,
+                                                 struct kvkeep_sequence *sequence,
+                                                 struct kvk_error *error);
+KVK_CHECKED enum kvk_status kvkeep_sequence_refresh(struct kvkeep_session *session,
+                                                    struct kvkeep_sequence *sequence,
+                                                    struct kvk_error *error);
+KVK_CHECKED enum kvk_status kvkeep_append(struct kvkeep_session *session,
+                                          struct kvkeep_sequence *sequence, const uint32_t *tokens,
+                                          uint64_t token_count, bool draft,
+                                          struct kvk_error *error);
+/* This rank has written all below `length`; all_ranks: the shards of all ranks. */
+KVK_CHECKED enum kvk_status kvkeep_seal(struct kvkeep_session *session,
+                                        struct kvkeep_sequence *sequence, uint64_t length,
+                                        bool all_ranks, struct kvk_error *error);
+KVK_CHECKED enum kvk_status kvkeep_commit(struct kvkeep_session *session,
+                                          struct kvkeep_sequence *sequence, uint64_t accept,
+                                          struct kvk_error *error);
+KVK_CHECKED enum kvk_status kvkeep_truncate(struct kvkeep_session *session,
+                                            struct kvkeep_sequence *sequence, uint64_t length,
+                                            struct kvk_error *error);
+/* `forks` [count], each with its tables. */
+KVK_CHECKED enum kvk_status kvkeep_fork(struct kvkeep_session *session,
+                                        const struct kvkeep_sequence *sequence, uint32_t count,
+                                        struct kvkeep_sequence *forks, struct kvk_error *error);
+
+struct kvkeep_swap {
+    uint64_t moved_blocks;
+    uint64_t moved_bytes;
+    uint64_t copy_ns;
+    uint64_t load_ns;
+    uint64_t recompute_ns;
+};
+KVK_CHECKED enum kvk_status kvkeep_swap_out(struct kvkeep_session *session,
+                                            struct kvkeep_sequence *sequence,
+                                            struct kvkeep_swap *swap, struct kvk_error *error);
+KVK_CHECKED enum kvk_status kvkeep_swap_in(struct kvkeep_session *session,
+                                           struct kvkeep_sequence *sequence,
+                                           struct kvkeep_swap *swap, struct kvk_error *error);
+/* Closes on the daemon and finishes the struct, whether or not the daemon still knew it. */
+KVK_CHECKED enum kvk_status kvkeep_close(struct kvkeep_session *session,
+                                         struct kvkeep_sequence *sequence,
+                                         struct kvk_error *error);
+
+/* ---- Bytes through gRPC, on a connection of their own ---- */
+
+struct kvkeep_piece {
+    uint32_t group;
+    uint32_t rank;
+    uint64_t block;
+    uint64_t offset; /* bytes from the shard's start */
+    const void *data;
+    uint64_t size_bytes;
+};
+KVK_CHECKED enum kvk_status kvkeep_write(struct kvkeep_session *session,
+                                         const struct kvkeep_sequence *sequence,
+                                         const struct kvkeep_piece *pieces, uint32_t piece_count,
+                                         struct kvk_error *error);
+/* Blocks first_block… into `data` [block_count][shard bytes], checksums verified. One of
+ * `sequence` and `lease`. */
+KVK_CHECKED enum kvk_status kvkeep_read(struct kvkeep_session *session,
+                                        const struct kvkeep_sequence *sequence,
+                                        const struct kvkeep_lease *lease, uint32_t group,
+                                        uint32_t rank, uint64_t first_block, uint64_t block_count,
+                                        void *data, uint64_t size_bytes, struct kvk_error *error);
+
+/* ---- Attention ---- */
+
+struct kvkeep_attend_item {
+    const struct kvkeep_sequence *sequence; /* one of the two */
+    const struct kvkeep_lease *lease;
+    uint64_t position;
+    uint32_t query_count;
+    const void *queries; /* [query_count][query_heads][head_size_k] */
+    float *output;       /* [query_count][query_heads][head_size_v], filled */
+    float *lse;          /* [query_count][query_heads], filled */
+    uint64_t token_limit;
+    uint64_t device_tokens; /* out */
+    uint64_t host_tokens;   /* out */
+};
+struct kvkeep_attend {
+    uint32_t group;
+    uint32_t layer;
+    uint32_t rank;
+    uint32_t query_heads;
+    uint32_t head_size_k;
+    uint32_t head_size_v;
+    enum kvk_format format;
+    float scale;
+    float soft_cap;
+    bool causal;
+    bool group_window;
+    uint32_t window;
+    uint32_t sinks;
+};
+KVK_CHECKED enum kvk_status kvkeep_attend(struct kvkeep_session *session,
+                                          const struct kvkeep_attend *attend,
+                                          struct kvkeep_attend_item *items, uint32_t item_count,
+                                          struct kvk_error *error);
+
+#endif
