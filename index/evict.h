@@ -42,7 +42,11 @@ KVK_CHECKED enum kvk_status kvk_evict_create(struct kvk_index *index,
                                              struct kvk_evict **evict);
 void kvk_evict_destroy(struct kvk_evict *evict);
 
-/* Capacity became known or changed: resize the ghost ring (keeping what fits) and the prior. */
+/*
+ * Capacity became known or changed: resize the ghost ring and the prior. Bounded work: nothing is
+ * moved; the newest ghosts that fit stay known, those of two sizes ago are lost. KVK_EXHAUSTED: no
+ * memory for the ghosts, the old ring stays; the prior is set all the same.
+ */
 KVK_CHECKED enum kvk_status kvk_evict_resize(struct kvk_evict *evict, uint32_t ghost_count,
                                              uint32_t block_count);
 uint64_t kvk_evict_bytes(const struct kvk_evict *evict); /* of memory, ghosts included */
@@ -55,25 +59,34 @@ uint64_t kvk_evict_bytes(const struct kvk_evict *evict); /* of memory, ghosts in
 void kvk_evict_admit(struct kvk_evict *evict, struct kvk_block *block, float cost, bool windowed,
                      uint64_t stamp, uint64_t now_ns);
 
-/* One more use of an indexed block; in a queue or not. */
+/* One more use of an admitted block; in a queue or not. A further use with the stamp of the last
+ * one is the same request's, and counts for nothing. A hollow block that gets bytes again was
+ * known all the time: a use, not an admission. O(log n). */
 void kvk_evict_use(struct kvk_evict *evict, struct kvk_block *block, bool windowed, uint64_t stamp,
                    uint64_t now_ns);
 
-/* The block's last copy goes: remember its key as a ghost. */
+/* The block's last copy goes: remember its key as a ghost. Before the block is freed. */
 void kvk_evict_forget(struct kvk_evict *evict, const struct kvk_block *block);
 
 /* ---- Queues of candidates ---- */
 
+/* Blocks ordered by kvk_block.order, in pages that the heaps of a queue share. */
+struct kvk_evict_heap {
+    uint32_t **pages; /* [page_count_max of the queue], ours; those in use belong to the heap */
+    uint32_t count;   /* blocks */
+};
+
+/* The caller's memory; it may not move while a block is in it. */
 struct kvk_evict_queue {
     struct kvk_evict *evict; /* borrowed */
     enum kvk_tier tier;
     bool weigh_cost; /* the next step down from here is to be forgotten */
     float weight;    /* of one block against other queues': cost of its first block per byte */
-    struct {
-        uint32_t *blocks; /* a heap by kvk_block.order, ours */
-        uint32_t count;
-        uint32_t capacity;
-    } heap[KVK_EVICT_CLASS_COUNT];
+    struct kvk_evict_heap heaps[KVK_EVICT_CLASS_COUNT];
+    uint32_t **free_pages; /* [page_count_max], ours; the first free_page_count are free */
+    uint32_t free_page_count;
+    uint32_t page_count;
+    uint32_t page_count_max;
 };
 
 void kvk_evict_queue_init(struct kvk_evict_queue *queue, struct kvk_evict *evict,

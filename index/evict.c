@@ -1,0 +1,384 @@
+/*
+ * Eviction: what each use says about a block, and queues of candidates with the next victim on top.
+ *
+ * A queue has a heap per class of blocks, ordered by last use. LRU uses the first one alone.
+ * RP-cost compares the tops of all four: within a class older means worth less, so the least of a
+ * class is its top, and four look-ups find the least of all.
+ *
+ * Why the square root of the cost: the learned density says how likely a block is to come back;
+ * the full ratio of costs would let a few deep blocks, dear but seldom used, push out the shallow
+ * ones that every request begins with. The root measured best over the traces.
+ */
+#include "index/evict.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "base/assert.h"
+#include "base/clock.h"
+#include "index/ghosts.h"
+#include "index/internal.h"
+#include "index/learn.h"
+
+#define REFRESH_NS (10 * KVK_NS_PER_SECOND)
+
+/* kvk_block.order: the request's stamp, and below it the place in the chain. */
+#define PLACE_BITS 24
+#define PLACE_MAX ((UINT32_C(1) << PLACE_BITS) - 1)
+
+#define PAGE_BLOCKS 256 /* of a heap's page: 1 KiB */
+
+struct kvk_evict {
+    struct kvk_index *index; /* borrowed */
+    enum kvk_evict_policy policy;
+    uint32_t block_count;
+    uint64_t refresh_ns; /* when the densities are due again */
+    struct kvk_learn learn;
+    struct kvk_ghosts ghosts;
+};
+
+enum kvk_status kvk_evict_create(struct kvk_index *index, const struct kvk_evict_options *options,
+                                 struct kvk_evict **evict)
+{
+    struct kvk_evict *created = calloc(1, sizeof(*created));
+    if (created == NULL) {
+        return KVK_EXHAUSTED;
+    }
+    created->index = index;
+    created->policy = options->policy;
+    created->block_count = options->block_count;
+    bool learns = options->policy == KVK_EVICT_RP_COST;
+    enum kvk_status status = kvk_ghosts_init(&created->ghosts, learns ? options->ghost_count : 0);
+    if (status != KVK_OK) {
+        free(created);
+        return status;
+    }
+    kvk_learn_init(&created->learn);
+    *evict = created;
+    return KVK_OK;
+}
+
+void kvk_evict_destroy(struct kvk_evict *evict)
+{
+    if (evict == NULL) {
+        return;
+    }
+    kvk_ghosts_finish(&evict->ghosts);
+    free(evict);
+}
+
+enum kvk_status kvk_evict_resize(struct kvk_evict *evict, uint32_t ghost_count,
+                                 uint32_t block_count)
+{
+    evict->block_count = block_count;
+    bool learns = evict->policy == KVK_EVICT_RP_COST;
+    return learns ? kvk_ghosts_resize(&evict->ghosts, ghost_count) : KVK_OK;
+}
+
+uint64_t kvk_evict_bytes(const struct kvk_evict *evict)
+{
+    return sizeof(*evict) + kvk_ghosts_bytes(&evict->ghosts);
+}
+
+/* ---- Heaps ---- */
+
+static uint32_t *heap_entry(const struct kvk_evict_heap *heap, uint32_t place)
+{
+    return &heap->pages[place / PAGE_BLOCKS][place % PAGE_BLOCKS];
+}
+
+static struct kvk_block *heap_block(const struct kvk_evict_queue *queue,
+                                    const struct kvk_evict_heap *heap, uint32_t place)
+{
+    return kvk_block_at(queue->evict->index, *heap_entry(heap, place));
+}
+
+static void heap_set(const struct kvk_evict_queue *queue, const struct kvk_evict_heap *heap,
+                     uint32_t place, uint32_t block)
+{
+    *heap_entry(heap, place) = block;
+    kvk_block_at(queue->evict->index, block)->queue_index = place;
+}
+
+/* Put `block`, of order `order`, where it belongs between the free `place` and the top. */
+static void heap_rise(const struct kvk_evict_queue *queue, const struct kvk_evict_heap *heap,
+                      uint32_t place, uint32_t block, uint64_t order)
+{
+    while (place > 0) {
+        uint32_t above = (place - 1) / 2;
+        if (heap_block(queue, heap, above)->order <= order) {
+            break;
+        }
+        heap_set(queue, heap, place, *heap_entry(heap, above));
+        place = above;
+    }
+    heap_set(queue, heap, place, block);
+}
+
+/* Put `block` where it belongs between the free `place` and the bottom. */
+static void heap_sink(const struct kvk_evict_queue *queue, const struct kvk_evict_heap *heap,
+                      uint32_t place, uint32_t block, uint64_t order)
+{
+    for (;;) {
+        uint32_t below = 2 * place + 1;
+        if (below >= heap->count) {
+            break;
+        }
+        uint64_t below_order = heap_block(queue, heap, below)->order;
+        if (below + 1 < heap->count) {
+            uint64_t other_order = heap_block(queue, heap, below + 1)->order;
+            if (other_order < below_order) {
+                below++;
+                below_order = other_order;
+            }
+        }
+        if (below_order >= order) {
+            break;
+        }
+        heap_set(queue, heap, place, *heap_entry(heap, below));
+        place = below;
+    }
+    heap_set(queue, heap, place, block);
+}
+
+/* ---- Uses ---- */
+
+static uint8_t class_of(const struct kvk_evict *evict, uint32_t use_count)
+{
+    if (evict->policy == KVK_EVICT_LRU || use_count <= 1) {
+        return 0;
+    }
+    if (use_count <= 2) {
+        return 1;
+    }
+    return use_count <= 4 ? 2 : 3;
+}
+
+/* Lowest goes first: older requests before newer ones, and of one request's blocks the deeper
+ * before the shallower. Under a window the oldest positions go first: nothing sees them again. */
+static uint64_t order_of(const struct kvk_block *block, bool windowed, uint64_t stamp)
+{
+    KVK_ASSERT(stamp < UINT64_C(1) << (64 - PLACE_BITS));
+    uint32_t depth = block->position < PLACE_MAX ? block->position : PLACE_MAX;
+    return stamp << PLACE_BITS | (windowed ? depth : PLACE_MAX - depth);
+}
+
+static double seconds_since(uint64_t then_ns, uint64_t now_ns)
+{
+    return now_ns > then_ns ? (double)(now_ns - then_ns) / (double)KVK_NS_PER_SECOND : 0;
+}
+
+static void refresh_when_due(struct kvk_evict *evict, uint64_t now_ns)
+{
+    if (evict->policy == KVK_EVICT_RP_COST && now_ns >= evict->refresh_ns) {
+        kvk_learn_refresh(&evict->learn, evict->block_count);
+        evict->refresh_ns = now_ns + REFRESH_NS;
+    }
+}
+
+static void block_use(struct kvk_evict *evict, struct kvk_block *block, bool windowed,
+                      uint64_t stamp, uint64_t now_ns)
+{
+    uint64_t order = order_of(block, windowed, stamp);
+    if (order > block->order) {
+        block->order = order;
+    }
+    block->use_count += block->use_count < UINT16_MAX;
+    block->used_ns = now_ns;
+    block->queue_class = class_of(evict, block->use_count);
+    kvk_learn_enter(&evict->learn, block->queue_class);
+}
+
+void kvk_evict_admit(struct kvk_evict *evict, struct kvk_block *block, float cost, bool windowed,
+                     uint64_t stamp, uint64_t now_ns)
+{
+    KVK_ASSERT(block->queue == NULL);
+    refresh_when_due(evict, now_ns);
+    uint64_t age_ns;
+    uint32_t use_count = 0;
+    if (kvk_ghosts_take(&evict->ghosts, block->key, now_ns, &age_ns, &use_count)) {
+        kvk_learn_reuse(&evict->learn, class_of(evict, use_count), seconds_since(0, age_ns));
+    }
+    block->use_count = (uint16_t)use_count;
+    block->order = 0;
+    block->cost = cost;
+    block_use(evict, block, windowed, stamp, now_ns);
+}
+
+void kvk_evict_use(struct kvk_evict *evict, struct kvk_block *block, bool windowed, uint64_t stamp,
+                   uint64_t now_ns)
+{
+    KVK_ASSERT(block->use_count > 0);
+    if (block->order >> PLACE_BITS == stamp) {
+        return;
+    }
+    refresh_when_due(evict, now_ns);
+    struct kvk_evict_queue *queue = block->queue;
+    uint32_t id = KVK_BLOCK_NONE;
+    if (queue != NULL) {
+        id = *heap_entry(&queue->heaps[block->queue_class], block->queue_index);
+        kvk_evict_queue_remove(queue, id);
+    }
+    kvk_learn_reuse(&evict->learn, block->queue_class, seconds_since(block->used_ns, now_ns));
+    block_use(evict, block, windowed, stamp, now_ns);
+    if (queue != NULL) {
+        kvk_evict_queue_add(queue, id);
+    }
+}
+
+void kvk_evict_forget(struct kvk_evict *evict, const struct kvk_block *block)
+{
+    if (block->use_count > 0) {
+        kvk_ghosts_add(&evict->ghosts, block->key, block->used_ns, block->use_count);
+    }
+}
+
+/* ---- Queues ---- */
+
+void kvk_evict_queue_init(struct kvk_evict_queue *queue, struct kvk_evict *evict,
+                          enum kvk_tier tier, bool weigh_cost, float weight)
+{
+    *queue = (struct kvk_evict_queue){
+        .evict = evict,
+        .tier = tier,
+        .weigh_cost = weigh_cost,
+        .weight = weight,
+    };
+}
+
+void kvk_evict_queue_finish(struct kvk_evict_queue *queue)
+{
+    KVK_ASSERT(kvk_evict_queue_count(queue) == 0);
+    KVK_ASSERT(queue->free_page_count == queue->page_count);
+    for (uint32_t i = 0; i < queue->free_page_count; i++) {
+        free(queue->free_pages[i]);
+    }
+    free(queue->free_pages);
+    for (int k = 0; k < KVK_EVICT_CLASS_COUNT; k++) {
+        free(queue->heaps[k].pages);
+    }
+    *queue = (struct kvk_evict_queue){0};
+}
+
+uint32_t kvk_evict_queue_count(const struct kvk_evict_queue *queue)
+{
+    uint32_t count = 0;
+    for (int k = 0; k < KVK_EVICT_CLASS_COUNT; k++) {
+        count += queue->heaps[k].count;
+    }
+    return count;
+}
+
+/* Room for the addresses of `count` pages, wherever these will be. */
+static bool directories_reserve(struct kvk_evict_queue *queue, uint32_t count)
+{
+    if (count <= queue->page_count_max) {
+        return true;
+    }
+    for (int k = -1; k < KVK_EVICT_CLASS_COUNT; k++) {
+        uint32_t ***directory = k < 0 ? &queue->free_pages : &queue->heaps[k].pages;
+        uint32_t **grown = realloc(*directory, count * sizeof(**directory));
+        if (grown == NULL) {
+            return false;
+        }
+        *directory = grown;
+    }
+    queue->page_count_max = count;
+    return true;
+}
+
+enum kvk_status kvk_evict_queue_reserve(struct kvk_evict_queue *queue, uint32_t count)
+{
+    /* Each heap may have a last page that is not full. */
+    uint32_t page_count = count / PAGE_BLOCKS + 1 + KVK_EVICT_CLASS_COUNT;
+    if (!directories_reserve(queue, page_count)) {
+        return KVK_EXHAUSTED;
+    }
+    while (queue->page_count < page_count) {
+        uint32_t *page = malloc(PAGE_BLOCKS * sizeof(*page));
+        if (page == NULL) {
+            return KVK_EXHAUSTED;
+        }
+        queue->free_pages[queue->free_page_count++] = page;
+        queue->page_count++;
+    }
+    return KVK_OK;
+}
+
+void kvk_evict_queue_add(struct kvk_evict_queue *queue, uint32_t block)
+{
+    struct kvk_block *added = kvk_index_block(queue->evict->index, block);
+    KVK_ASSERT(added->queue == NULL);
+    KVK_ASSERT(added->use_count > 0);
+    KVK_ASSERT(kvk_block_is_whole(added));
+    struct kvk_evict_heap *heap = &queue->heaps[added->queue_class];
+    if (heap->count % PAGE_BLOCKS == 0) {
+        KVK_ASSERT(queue->free_page_count > 0);
+        heap->pages[heap->count / PAGE_BLOCKS] = queue->free_pages[--queue->free_page_count];
+    }
+    added->queue = queue;
+    added->queue_tier = (uint8_t)queue->tier;
+    heap->count++;
+    heap_rise(queue, heap, heap->count - 1, block, added->order);
+}
+
+void kvk_evict_queue_remove(struct kvk_evict_queue *queue, uint32_t block)
+{
+    struct kvk_block *removed = kvk_index_block(queue->evict->index, block);
+    KVK_ASSERT(removed->queue == queue);
+    struct kvk_evict_heap *heap = &queue->heaps[removed->queue_class];
+    uint32_t place = removed->queue_index;
+    KVK_ASSERT(place < heap->count);
+    KVK_ASSERT(*heap_entry(heap, place) == block);
+    removed->queue = NULL;
+    removed->queue_index = UINT32_MAX;
+
+    heap->count--;
+    uint32_t last = *heap_entry(heap, heap->count);
+    if (heap->count % PAGE_BLOCKS == 0) {
+        queue->free_pages[queue->free_page_count++] = heap->pages[heap->count / PAGE_BLOCKS];
+    }
+    if (last == block) {
+        return;
+    }
+    uint64_t order = kvk_block_at(queue->evict->index, last)->order;
+    if (place > 0 && heap_block(queue, heap, (place - 1) / 2)->order > order) {
+        heap_rise(queue, heap, place, last, order);
+    } else {
+        heap_sink(queue, heap, place, last, order);
+    }
+}
+
+double kvk_evict_score(const struct kvk_evict_queue *queue, const struct kvk_block *block,
+                       uint64_t now_ns)
+{
+    const struct kvk_evict *evict = queue->evict;
+    if (evict->policy == KVK_EVICT_LRU) {
+        return (double)block->order;
+    }
+    double age_s = seconds_since(block->used_ns, now_ns);
+    double density = kvk_learn_density(&evict->learn, block->queue_class, age_s);
+    return density * (double)queue->weight * (queue->weigh_cost ? sqrt((double)block->cost) : 1);
+}
+
+uint32_t kvk_evict_queue_peek(struct kvk_evict_queue *queue, uint64_t now_ns, double *score)
+{
+    refresh_when_due(queue->evict, now_ns);
+    uint32_t victim = KVK_BLOCK_NONE;
+    double least = 0;
+    for (int k = 0; k < KVK_EVICT_CLASS_COUNT; k++) {
+        const struct kvk_evict_heap *heap = &queue->heaps[k];
+        if (heap->count == 0) {
+            continue;
+        }
+        double worth = kvk_evict_score(queue, heap_block(queue, heap, 0), now_ns);
+        if (victim == KVK_BLOCK_NONE || worth < least) {
+            victim = *heap_entry(heap, 0);
+            least = worth;
+        }
+    }
+    if (score != NULL) {
+        *score = least;
+    }
+    return victim;
+}

@@ -1,0 +1,136 @@
+/* The learner of reuse ages. */
+#include "index/learn.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "base/assert.h"
+
+#define CLASS_COUNT KVK_EVICT_CLASS_COUNT
+#define AGE_COUNT KVK_LEARN_AGE_COUNT
+
+/* Bucket 0 is below half a second; from there 2.5 buckets for each doubling, to 52 hours. */
+#define AGE_FIRST_S 0.5
+#define AGES_PER_DOUBLING 2.5
+
+/* Of the counts, what a step of decay leaves: half after 1,386 steps, 3.9 hours at 10 s each. */
+#define DECAY 0.9995
+
+/* Each class is taken to have seen, besides its own, this share of the capacity's blocks behave as
+ * all classes together do. It carries a class over its first minutes and fades beside real counts.
+ */
+#define PRIOR_WEIGHT 0.05
+
+/* No age is taken to be passed by fewer than this share of a class: what few survivors do at great
+ * ages is noise. */
+#define SURVIVORS_MIN 0.005
+
+/* The last bucket has no end; it counts as this much longer than where it begins. */
+#define LAST_AGE_STRETCH 0.3
+
+/* Before anything is known, and where all is equal, the older goes first. */
+#define DENSITY_UNKNOWN 1e-3
+#define DENSITY_LEAST 1e-9
+
+void kvk_learn_init(struct kvk_learn *learn)
+{
+    memset(learn, 0, sizeof(*learn));
+    for (int age = 1; age <= AGE_COUNT; age++) {
+        learn->age_edge[age] = AGE_FIRST_S * pow(2, (age - 1) / AGES_PER_DOUBLING);
+    }
+    for (int k = 0; k < CLASS_COUNT; k++) {
+        for (int age = 0; age < AGE_COUNT; age++) {
+            learn->density[k][age] = DENSITY_UNKNOWN / (1 + learn->age_edge[age]);
+        }
+    }
+}
+
+static uint32_t age_bucket(double age_s)
+{
+    if (age_s < AGE_FIRST_S) {
+        return 0;
+    }
+    double bucket = 1 + AGES_PER_DOUBLING * log2(age_s / AGE_FIRST_S);
+    return bucket < AGE_COUNT - 1 ? (uint32_t)bucket : AGE_COUNT - 1;
+}
+
+void kvk_learn_enter(struct kvk_learn *learn, uint32_t class_index)
+{
+    KVK_ASSERT(class_index < CLASS_COUNT);
+    learn->entered[class_index] += 1;
+}
+
+void kvk_learn_reuse(struct kvk_learn *learn, uint32_t class_index, double age_s)
+{
+    KVK_ASSERT(class_index < CLASS_COUNT);
+    learn->reused[class_index][age_bucket(age_s)] += 1;
+}
+
+double kvk_learn_density(const struct kvk_learn *learn, uint32_t class_index, double age_s)
+{
+    KVK_ASSERT(class_index < CLASS_COUNT);
+    return learn->density[class_index][age_bucket(age_s)];
+}
+
+/* One class: from how many entered and came back at each age, the density at each age. */
+static void class_refresh(const struct kvk_learn *learn, double entered, const double *reused,
+                          double *density)
+{
+    const double *edge = learn->age_edge;
+    double survivors[AGE_COUNT + 1]; /* that reach the age without having come back */
+    double gone = 0;
+    for (int age = 0; age <= AGE_COUNT; age++) {
+        survivors[age] = fmax(entered - gone, SURVIVORS_MIN * entered);
+        gone += age < AGE_COUNT ? reused[age] : 0;
+    }
+    for (int age = 0; age < AGE_COUNT; age++) {
+        double best = 0;
+        double hits = 0;
+        double residence_s = 0;
+        for (int until = age; until < AGE_COUNT; until++) {
+            /* A block of this bucket is on average half-way through it. */
+            double share = until == age ? 0.5 : 1;
+            double width_s = until < AGE_COUNT - 1 ? edge[until + 1] - edge[until]
+                                                   : edge[until] * LAST_AGE_STRETCH;
+            hits += share * reused[until];
+            residence_s += share * width_s * (survivors[until] + survivors[until + 1]) / 2;
+            best = fmax(best, hits / (residence_s + 1e-9));
+        }
+        density[age] = best + DENSITY_LEAST / (1 + edge[age]);
+    }
+    /* Within a class the older is never worth more: its list is only looked at from its old end,
+     * and a noisy rise at some age must not make what lies before it look cheap. */
+    for (int age = AGE_COUNT - 2; age >= 0; age--) {
+        density[age] = fmax(density[age], density[age + 1]);
+    }
+}
+
+void kvk_learn_refresh(struct kvk_learn *learn, uint32_t block_count)
+{
+    double entered_all = 0;
+    double reused_all[AGE_COUNT] = {0};
+    for (int k = 0; k < CLASS_COUNT; k++) {
+        entered_all += learn->entered[k];
+        for (int age = 0; age < AGE_COUNT; age++) {
+            reused_all[age] += learn->reused[k][age];
+        }
+    }
+    if (entered_all < 1) {
+        return;
+    }
+    double prior = PRIOR_WEIGHT * block_count;
+    for (int k = 0; k < CLASS_COUNT; k++) {
+        if (learn->entered[k] <= 0) {
+            continue;
+        }
+        double reused[AGE_COUNT];
+        for (int age = 0; age < AGE_COUNT; age++) {
+            reused[age] = learn->reused[k][age] + prior * reused_all[age] / entered_all;
+        }
+        class_refresh(learn, learn->entered[k] + prior, reused, learn->density[k]);
+        learn->entered[k] *= DECAY;
+        for (int age = 0; age < AGE_COUNT; age++) {
+            learn->reused[k][age] *= DECAY;
+        }
+    }
+}
