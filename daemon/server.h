@@ -116,8 +116,9 @@ struct kvk_server_options {
     size_t (*error_details)(const struct kvk_error *error, int code, uint8_t *buffer,
                             size_t capacity);
 
-    /* A connection's peer closed it or died. Once per connection with an id, on the accept thread;
-     * calls of it may still be under way, and get their cancel callbacks beside this. May be NULL.
+    /* A connection's peer closed it or died. Once per connection with an id, on the accept thread
+     * (of those still open, in kvk_server_destroy()); calls of it may still be under way, and get
+     * their cancel callbacks beside this. May be NULL.
      */
     void (*on_connection_closed)(const struct kvk_peer *peer, void *user_data);
 

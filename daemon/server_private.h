@@ -32,9 +32,9 @@ struct kvk_tag {
 
 struct kvk_connection {
     struct kvk_peer peer;
-    atomic_uint references; /* the table's while open, and one per call */
-    int fd;                 /* gRPC's, the key of the table */
-    int watch_fd;           /* our duplicate, to see the peer go; -1 once closed */
+    atomic_uint references;                 /* the table's while open, and one per call */
+    int fd;                                 /* gRPC's, the key of the table */
+    int watch_fd;                           /* our duplicate, to see the peer go; -1 once closed */
     struct kvk_connection *next, *previous; /* open ones; accept thread only */
 };
 
@@ -227,6 +227,9 @@ KVK_CHECKED enum kvk_status kvk_server_thread(pthread_t *thread, const char *nam
 KVK_CHECKED enum kvk_status kvk_listeners_open(struct kvk_connections *connections,
                                                const struct kvk_server_options *options,
                                                struct kvk_error *error);
+/* Nobody can connect any more; the lock is kept. May be repeated. */
+void kvk_listeners_stop(struct kvk_connections *connections,
+                        const struct kvk_server_options *options);
 void kvk_listeners_close(struct kvk_connections *connections,
                          const struct kvk_server_options *options);
 
