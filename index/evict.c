@@ -183,7 +183,9 @@ static void block_use(struct kvk_evict *evict, struct kvk_block *block, bool win
     if (order > block->order) {
         block->order = order;
     }
-    block->use_count += block->use_count < UINT16_MAX;
+    if (block->use_count < UINT16_MAX) {
+        block->use_count++;
+    }
     block->used_ns = now_ns;
     block->queue_class = class_of(evict, block->use_count);
     kvk_learn_enter(&evict->learn, block->queue_class);
