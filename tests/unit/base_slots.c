@@ -28,6 +28,7 @@ struct world {
     struct model models[3];
     struct kvk_arena *arenas[3];
     uint32_t model_count;
+    bool filling; /* a spell of taking, or of giving, so that full and empty both happen */
 };
 
 static void world_init(struct world *world, uint64_t limit, const uint64_t *slot_bytes,
@@ -50,7 +51,7 @@ static void world_finish(struct world *world)
         kvk_arena_finish(&world->models[i].arena);
         free(world->models[i].cells);
     }
-    cr_assert_eq(kvk_pool_free_bytes(&world->pool), world->pool.limit_bytes);
+    cr_assert_eq(world->pool.slab_bytes, 0);
 }
 
 static uint32_t model_count(const struct model *model, enum cell cell)
@@ -147,23 +148,23 @@ static void world_step(struct world *world, struct kvk_random *random)
 {
     uint64_t which = kvk_random_below(random, world->model_count);
     struct model *model = &world->models[which];
-    /* Long spells of taking and long spells of giving, so that full and empty both happen. */
     uint64_t dice = kvk_random_below(random, 100);
     if (dice < 60) {
-        bool taking = (kvk_random_below(random, 4) == 0) != (world->pool.charge_bytes % 2 == 0);
+        bool taking = world->filling != kvk_random_chance(random, 0.25);
         if (!taking) {
             model_give(model, random);
         } else if (!model_take(model)) {
             model_grow(world, model);
         }
-    } else if (dice < 85) {
+    } else if (dice < 70) {
         (void)model_take(model);
-    } else if (dice < 95) {
+    } else if (dice < 90) {
         model_shrink(model);
-    } else if (dice < 99) {
+    } else if (dice < 97) {
         model_grow(world, model);
     } else {
         world->pool.charge_bytes = kvk_random_below(random, world->pool.limit_bytes / 4);
+        world->filling = !world->filling;
     }
 }
 
