@@ -260,6 +260,9 @@ static enum kvk_status read_field(struct reader *reader, const char *name, const
         char reason[REASON_SIZE] = "is not valid";
         if (!kvk_options_read_value(&section->fields[i], reader->record, value, reason,
                                     sizeof(reason))) {
+            if (section->fields[i].secret) {
+                return refuse(reader, reader->line, name, "%.120s", reason);
+            }
             return refuse(reader, reader->line, name, "\"%.24s%s\" %.120s", value,
                           strlen(value) > 24 ? "…" : "", reason);
         }

@@ -56,6 +56,8 @@ struct kvk_option_field {
     uint64_t minimum;
     uint64_t maximum;           /* 0: as much as the member holds */
     const char *const *choices; /* ended by NULL */
+    bool secret;                /* errors do not show the value */
+    const char *range;          /* CUSTOM: what it takes, for the manual; NULL: "text" */
     /* CUSTOM: store `text` at `member` of `record`. False: refused, with `reason` filled. */
     bool (*read)(void *record, void *member, const char *text, char *reason, size_t reason_size);
     const char *help; /* one or more sentences; wrapped where printed */

@@ -117,7 +117,7 @@ void kvk_option_range(const struct kvk_option_field *field, char *text, size_t t
         list_words(field->choices, text, text_size);
         break;
     case KVK_OPTION_CUSTOM:
-        (void)snprintf(text, text_size, "text");
+        (void)snprintf(text, text_size, "%s", field->range != NULL ? field->range : "text");
         break;
     }
 }
