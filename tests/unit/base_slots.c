@@ -168,15 +168,21 @@ static void world_step(struct world *world, struct kvk_random *random)
     }
 }
 
-static void run(uint64_t seed, uint64_t limit, const uint64_t *slot_bytes, uint32_t count)
+static void run(uint64_t seed, uint64_t limit, const uint64_t *slot_bytes, uint32_t count,
+                uint32_t used_first)
 {
     struct kvk_random random;
     struct world world;
     kvk_random_init(&random, seed);
     world_init(&world, limit, slot_bytes, count);
+    while (world.models[0].used_count < used_first) {
+        if (!model_take(&world.models[0])) {
+            model_grow(&world, &world.models[0]);
+        }
+    }
     for (uint32_t i = 0; i < 20000; i++) {
         world_step(&world, &random);
-        if (i % 64 == 0) {
+        if (i % 128 == 0) {
             world_check(&world);
         }
     }
@@ -188,12 +194,12 @@ Test(base_slots, random_operations_agree_with_the_model)
 {
     static const uint64_t sizes[3] = {100, 64, 4097};
     for (uint64_t seed = 0; seed < 4; seed++) {
-        run(seed, 100000, sizes, 3);
-        run(seed, 70001, sizes, 1);
-        run(seed, 700, sizes, 2); /* slabs of one slot, and nearly no room */
+        run(seed, 100000, sizes, 3, 0);
+        run(seed, 70001, sizes, 1, 0);
+        run(seed, 700, sizes, 2, 0); /* slabs of one slot, and nearly no room */
     }
     static const uint64_t tiny[1] = {1};
-    run(9, 200000, tiny, 1); /* slabs of many words */
+    run(9, 640000, tiny, 1, 35000); /* slabs of 10,000 slots: several summary words */
 }
 
 /* ---- Single promises ---- */
