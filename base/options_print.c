@@ -74,6 +74,9 @@ void kvk_options_print_markdown(const struct kvk_option_table *table, FILE *file
         const struct kvk_option_section *section = &table->sections[i];
         (void)fprintf(file, "%s## `[%s%s]`\n\n%s\n\n", i > 0 ? "\n" : "", section->name,
                       section->open != NULL ? " NAME" : "", section->help);
+        if (section->field_count == 0) {
+            continue;
+        }
         (void)fprintf(file, "| field | default | range | what it does |\n|---|---|---|---|\n");
         for (size_t j = 0; j < section->field_count; j++) {
             const struct kvk_option_field *field = &section->fields[j];

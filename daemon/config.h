@@ -7,12 +7,15 @@
 
 #include <stdbool.h>
 #include <stdint.h>
+#include <stdio.h>
 
+#include "base/socket_path.h"
 #include "base/status.h"
 #include "index/evict.h"
 
 #define KVK_NAME_SIZE 256 /* bytes of a tenant's, credential's or instance's name, NUL included */
-#define KVK_PATH_SIZE 108 /* of a unix socket */
+#define KVK_PATH_SIZE KVK_SOCKET_PATH_SIZE /* of a unix socket */
+#define KVK_TOKEN_TEXT_SIZE_MIN 16         /* bytes of a credential's token */
 #define KVK_TENANT_COUNT_MAX 1024
 #define KVK_CREDENTIAL_COUNT_MAX 1024
 
@@ -24,11 +27,11 @@ struct kvk_tenant_config {
 /* [credential NAME]: what a caller shows, and whom it may act for. */
 struct kvk_credential_config {
     char name[KVK_NAME_SIZE];
-    char token[KVK_NAME_SIZE];    /* bearer token, at least 16 bytes; "": none */
-    uint32_t uids[16];            /* on the unix socket */
+    char token[KVK_NAME_SIZE]; /* bearer token, at least 16 bytes; "": none */
+    uint32_t uids[16];         /* on the unix socket */
     uint32_t uid_count;
-    uint32_t tenants[64];         /* indices into tenants */
-    uint32_t tenant_count;        /* the first is meant where a request names none */
+    uint32_t tenants[64];  /* indices into tenants */
+    uint32_t tenant_count; /* the first is meant where a request names none */
     bool admin;
 };
 
@@ -49,8 +52,8 @@ struct kvk_config {
     uint64_t drain_ms;
 
     /* [tiers] */
-    uint64_t device_bytes; /* 0: host-only */
-    uint64_t host_bytes;   /* 0: device-only; not both 0 */
+    uint64_t device_bytes;        /* 0: host-only */
+    uint64_t host_bytes;          /* 0: device-only; not both 0 */
     uint32_t device_free_percent; /* watermark: demotion runs ahead to keep so much clean or free */
     uint32_t copy_threads;
     uint32_t attend_threads; /* 0: as many as processors */
@@ -63,15 +66,15 @@ struct kvk_config {
 
     /* [limits] */
     uint32_t spaces;
-    uint32_t blocks;     /* known ones, hollow and private included */
-    uint32_t roots;      /* salts x groups */
+    uint32_t blocks; /* known ones, hollow and private included */
+    uint32_t roots;  /* salts x groups */
     uint32_t sequences;
     uint32_t leases;
     uint32_t instances;
     uint32_t sessions;
     uint32_t transfers;
-    uint64_t tokens;     /* of one request or sequence */
-    uint64_t lease_ms;   /* longest */
+    uint64_t tokens;   /* of one request or sequence */
+    uint64_t lease_ms; /* longest */
     uint32_t salt_bytes;
     uint32_t spans;
     uint32_t forks;
@@ -90,7 +93,8 @@ struct kvk_config {
 void kvk_config_init(struct kvk_config *config);
 void kvk_config_finish(struct kvk_config *config);
 
-/* Read a file over the defaults. The error names file, line, section and field, and the limit. */
+/* Read a file over the defaults, and check the whole. The error names file, line, section and
+ * field, and the limit; where only several fields together are wrong, it names no line. */
 KVK_CHECKED enum kvk_status kvk_config_load(struct kvk_config *config, const char *path,
                                             struct kvk_error *error);
 
@@ -100,5 +104,8 @@ KVK_CHECKED enum kvk_status kvk_config_check(const struct kvk_config *config,
 
 /* Print a commented file with all fields at their defaults. */
 void kvk_config_print_default(void);
+
+/* Print docs/configuration.md. */
+void kvk_config_print_manual(FILE *file);
 
 #endif
