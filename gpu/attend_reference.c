@@ -19,6 +19,13 @@ static bool row_sees(const struct reference_row *row, uint64_t token)
 {
     const struct kvk_attend *attend = row->attend;
 
+    if (token < row->item->first_token) {
+        return false;
+    }
+    uint64_t page = (token - row->item->first_token) / attend->block_tokens;
+    if (row->item->pages[page] == NULL) {
+        return false;
+    }
     if (attend->causal && token > row->position) {
         return false;
     }

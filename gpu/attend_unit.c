@@ -5,11 +5,11 @@
 
 #include "base/assert.h"
 
-/* Tokens side by side, each with its place in a page. */
+/* Tokens in order, of one range; with gaps where pages are absent. */
 struct tile {
-    uint64_t first; /* position of the first token */
     uint32_t count; /* 0: there are no more */
     bool windowed;  /* the window binds these: they are not the sinks */
+    uint64_t positions[KVK_ATTEND_TILE_TOKENS];
     const uint8_t *k[KVK_ATTEND_TILE_TOKENS];
     const uint8_t *v[KVK_ATTEND_TILE_TOKENS];
 };
@@ -39,7 +39,7 @@ struct kvk_attend_visible kvk_attend_unit_visible(const struct kvk_attend *atten
     uint64_t first_query = unit->first_row / group;
     uint64_t last_query = (unit->first_row + unit->row_count - 1) / group;
 
-    return kvk_attend_visible(attend, item->token_count, item->position + first_query,
+    return kvk_attend_visible(attend, item, item->position + first_query,
                               last_query - first_query + 1);
 }
 
@@ -107,10 +107,11 @@ static void run_init(struct run *run, uint8_t *scratch)
 
 /* ---- Tiles ---- */
 
-/* Fill in tokens of one page from `tile->count` on. */
-static void tile_add(const struct run *run, struct tile *tile, uint64_t slot, uint32_t count)
+/* Add tokens of one page, from position `first` on. */
+static void tile_add(const struct run *run, struct tile *tile, uint64_t first, uint32_t count)
 {
     const struct kvk_attend *attend = run->attend;
+    uint64_t slot = first - run->item->first_token;
     const uint8_t *page = run->item->pages[slot / attend->block_tokens];
     uint64_t token_row =
         (uint64_t)run->unit->kv_head * attend->block_tokens + slot % attend->block_tokens;
@@ -119,28 +120,22 @@ static void tile_add(const struct run *run, struct tile *tile, uint64_t slot, ui
         attend->latent ? k_bytes : attend->head_size_v * kvk_format_bytes(attend->format_v);
     uint64_t v_offset = attend->latent ? attend->k_offset : attend->v_offset;
 
-    KVK_ASSERT(page != NULL);
+    if (page == NULL) {
+        return;
+    }
     const uint8_t *k = page + attend->k_offset + token_row * k_bytes;
     const uint8_t *v = page + v_offset + token_row * v_bytes;
     for (uint32_t i = 0; i < count; i++) {
+        tile->positions[tile->count + i] = first + i;
         tile->k[tile->count + i] = k + i * k_bytes;
         tile->v[tile->count + i] = v + i * v_bytes;
     }
     tile->count += count;
 }
 
-/* The next tokens that are left, all of one range. */
-static void tile_next(struct run *run, struct tile *tile)
+/* Make a tile of what comes first in a range, and take it off. */
+static void tile_fill(const struct run *run, struct tile *tile, struct kvk_token_range *range)
 {
-    struct kvk_token_range *range = &run->left.sinks;
-
-    tile->count = 0;
-    tile->windowed = false;
-    if (range->begin == range->end) {
-        range = &run->left.rest;
-        tile->windowed = run->attend->window != 0;
-    }
-    tile->first = range->begin;
     while (range->begin < range->end && tile->count < KVK_ATTEND_TILE_TOKENS) {
         uint64_t slot = range->begin - run->item->first_token;
         uint64_t count = run->attend->block_tokens - slot % run->attend->block_tokens;
@@ -150,8 +145,19 @@ static void tile_next(struct run *run, struct tile *tile)
         if (count > KVK_ATTEND_TILE_TOKENS - tile->count) {
             count = KVK_ATTEND_TILE_TOKENS - tile->count;
         }
-        tile_add(run, tile, slot, (uint32_t)count);
+        tile_add(run, tile, range->begin, (uint32_t)count);
         range->begin += count;
+    }
+}
+
+static void tile_next(struct run *run, struct tile *tile)
+{
+    tile->count = 0;
+    tile->windowed = false;
+    tile_fill(run, tile, &run->left.sinks);
+    if (tile->count == 0) {
+        tile->windowed = run->attend->window != 0;
+        tile_fill(run, tile, &run->left.rest);
     }
 }
 
@@ -167,12 +173,12 @@ static struct mask tile_mask(const struct run *run, const struct tile *tile, uin
     uint64_t position = run->item->position + (run->unit->first_row + row) / run->group;
     struct mask mask = {0, tile->count};
 
-    if (attend->causal && position + 1 < tile->first + tile->count) {
-        mask.end = position < tile->first ? 0 : (uint32_t)(position + 1 - tile->first);
+    while (attend->causal && mask.end > 0 && tile->positions[mask.end - 1] > position) {
+        mask.end--;
     }
-    if (tile->windowed && position + 1 > tile->first + attend->window) {
-        uint64_t begin = position + 1 - attend->window - tile->first;
-        mask.begin = begin < tile->count ? (uint32_t)begin : tile->count;
+    while (tile->windowed && mask.begin < mask.end &&
+           tile->positions[mask.begin] + attend->window <= position) {
+        mask.begin++;
     }
     return mask;
 }
