@@ -182,7 +182,7 @@ static void run(uint64_t seed, uint64_t limit, const uint64_t *slot_bytes, uint3
     }
     for (uint32_t i = 0; i < 20000; i++) {
         world_step(&world, &random);
-        if (i % 128 == 0) {
+        if (i % (limit > 500000 ? 2048 : 128) == 0) {
             world_check(&world);
         }
     }
