@@ -23,11 +23,12 @@ void kvkeep_connection_destroy(struct kvkeep_connection *connection);
  * One unary call: "/kvkeep.v1.Kvkeep/Lookup". `response` is freed by
  * protobuf_c_message_free_unpacked(). Thread safe; one call at a time.
  */
-KVK_CHECKED enum kvk_status
-kvkeep_connection_call(struct kvkeep_connection *connection, const char *method,
-                       const ProtobufCMessage *request,
-                       const ProtobufCMessageDescriptor *response_type, uint32_t timeout_ms,
-                       ProtobufCMessage **response, struct kvk_error *error);
+KVK_CHECKED enum kvk_status kvkeep_connection_call(struct kvkeep_connection *connection,
+                                                   const char *method,
+                                                   const ProtobufCMessage *request,
+                                                   const ProtobufCMessageDescriptor *response_type,
+                                                   uint32_t timeout_ms, ProtobufCMessage **response,
+                                                   struct kvk_error *error);
 
 /* A stream of any kind. timeout_ms 0: none. One thread sends and one receives at a time; each
  * waits for its own operation. */

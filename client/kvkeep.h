@@ -244,12 +244,10 @@ struct kvkeep_open_options {
     enum kvkeep_tier tier; /* NONE: the default */
 };
 
-KVK_CHECKED enum kvk_status kvkeep_sequence_open(struct kvkeep_session *session,
-                                                 const struct kvkeep_space *space,
-                                                 const struct kvkeep_prompt *prompt,
-                                                 const struct kvkeep_open_options *options,
-                                                 struct kvkeep_sequence *sequence,
-                                                 struct kvk_error *error);
+KVK_CHECKED enum kvk_status
+kvkeep_sequence_open(struct kvkeep_session *session, const struct kvkeep_space *space,
+                     const struct kvkeep_prompt *prompt, const struct kvkeep_open_options *options,
+                     struct kvkeep_sequence *sequence, struct kvk_error *error);
 KVK_CHECKED enum kvk_status kvkeep_sequence_refresh(struct kvkeep_session *session,
                                                     struct kvkeep_sequence *sequence,
                                                     struct kvk_error *error);
@@ -287,8 +285,7 @@ KVK_CHECKED enum kvk_status kvkeep_swap_in(struct kvkeep_session *session,
                                            struct kvkeep_swap *swap, struct kvk_error *error);
 /* Closes on the daemon and finishes the struct, whether or not the daemon still knew it. */
 KVK_CHECKED enum kvk_status kvkeep_close(struct kvkeep_session *session,
-                                         struct kvkeep_sequence *sequence,
-                                         struct kvk_error *error);
+                                         struct kvkeep_sequence *sequence, struct kvk_error *error);
 
 /* ---- Bytes through gRPC, on a connection of their own ---- */
 
