@@ -7,6 +7,8 @@
 #define KVK_CLIENT_CONNECTION_H
 
 #include <protobuf-c/protobuf-c.h>
+#include <stdbool.h>
+#include <stdint.h>
 
 #include "base/status.h"
 

@@ -34,11 +34,6 @@ static void check_life(const struct kvk_block *block)
     if (block->transfer_count > 0) {
         KVK_ASSERT(kvk_block_is_whole(block) || block->state == KVK_BLOCK_ACTIVE);
     }
-    for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
-        if (block->pin_count[tier] > 0) {
-            KVK_ASSERT(block->hold_count > 0);
-        }
-    }
     KVK_ASSERT((block->queue == NULL) == (block->queue_index == UINT32_MAX));
     if (block->queue != NULL) {
         KVK_ASSERT(kvk_block_is_whole(block));
