@@ -75,7 +75,8 @@ enum kvk_status kvkeep_pin(struct kvkeep_session *session, const struct kvkeep_s
                           error);
     kvkeep__v1__pin_response__free_unpacked(response, NULL);
     if (status != KVK_OK) {
-        (void)kvkeep_release(session, lease, NULL);
+        enum kvk_status ignored = kvkeep_release(session, lease, NULL);
+        (void)ignored; /* the failure before it is what counts */
     }
     return status;
 }
@@ -161,6 +162,13 @@ static enum kvk_status sequence_call(struct kvkeep_session *session, const char 
     return status;
 }
 
+/* After a failure that is told already. */
+static void sequence_abandon(struct kvkeep_session *session, struct kvkeep_sequence *sequence)
+{
+    enum kvk_status ignored = kvkeep_close(session, sequence, NULL);
+    (void)ignored;
+}
+
 enum kvk_status kvkeep_sequence_open(struct kvkeep_session *session,
                                      const struct kvkeep_space *space,
                                      const struct kvkeep_prompt *prompt,
@@ -190,7 +198,7 @@ enum kvk_status kvkeep_sequence_open(struct kvkeep_session *session,
     status = sequence_call(session, KVKEEP_METHOD("OpenSequence"), &request.base, sequence, error);
     kvkeep_prompt_drop(&message);
     if (status != KVK_OK) {
-        (void)kvkeep_close(session, sequence, NULL);
+        sequence_abandon(session, sequence);
     }
     return status;
 }
@@ -292,7 +300,7 @@ enum kvk_status kvkeep_fork(struct kvkeep_session *session, const struct kvkeep_
     }
     kvkeep__v1__fork_response__free_unpacked(response, NULL);
     for (uint32_t i = 0; i < count && status != KVK_OK; i++) {
-        (void)kvkeep_close(session, &forks[i], NULL);
+        sequence_abandon(session, &forks[i]);
     }
     return status;
 }
