@@ -20,6 +20,7 @@ enum cell {
 struct model {
     struct kvk_arena arena;
     uint8_t *cells; /* [slot capacity] */
+    uint32_t *used; /* [used_count], in any order */
     uint32_t used_count;
 };
 
@@ -40,7 +41,9 @@ static void world_init(struct world *world, uint64_t limit, const uint64_t *slot
     for (uint32_t i = 0; i < count; i++) {
         struct model *model = &world->models[i];
         cr_assert_eq(kvk_arena_init(&model->arena, &world->pool, slot_bytes[i]), KVK_OK);
-        model->cells = calloc(kvk_arena_slot_capacity(&model->arena) + 1, 1);
+        size_t capacity = kvk_arena_slot_capacity(&model->arena);
+        model->cells = calloc(capacity + 1, 1);
+        model->used = calloc(capacity + 1, sizeof(*model->used));
         world->arenas[i] = &model->arena;
     }
 }
@@ -50,6 +53,7 @@ static void world_finish(struct world *world)
     for (uint32_t i = 0; i < world->model_count; i++) {
         kvk_arena_finish(&world->models[i].arena);
         free(world->models[i].cells);
+        free(world->models[i].used);
     }
     cr_assert_eq(world->pool.slab_bytes, 0);
 }
@@ -73,24 +77,20 @@ static bool model_take(struct model *model)
     cr_assert_lt(slot, kvk_arena_slot_capacity(&model->arena));
     cr_assert_eq(model->cells[slot], CELL_FREE, "slot %u was not free", slot);
     model->cells[slot] = CELL_USED;
-    model->used_count++;
+    model->used[model->used_count++] = slot;
     return true;
 }
 
-/* Give back a used slot, found from a random place on. */
 static void model_give(struct model *model, struct kvk_random *random)
 {
     if (model->used_count == 0) {
         return;
     }
-    uint32_t capacity = kvk_arena_slot_capacity(&model->arena);
-    uint32_t slot = (uint32_t)kvk_random_below(random, capacity);
-    while (model->cells[slot] != CELL_USED) {
-        slot = (slot + 1) % capacity;
-    }
+    uint32_t i = (uint32_t)kvk_random_below(random, model->used_count);
+    uint32_t slot = model->used[i];
+    model->used[i] = model->used[--model->used_count];
     kvk_arena_give(&model->arena, slot);
     model->cells[slot] = CELL_FREE;
-    model->used_count--;
 }
 
 static void model_grow(struct world *world, struct model *model)
