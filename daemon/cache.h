@@ -30,22 +30,22 @@ struct kvk_cache;
 /* Who asks, and how long the answer may take. The caller's memory, for the time of the call. */
 struct kvk_caller {
     const struct kvk_credential *credential;
-    const char *call;     /* "OpenSequence": for the journal of refusals */
+    const char *call; /* "OpenSequence": for the journal of refusals */
     bool may_block;
-    uint64_t deadline_ns; /* CLOCK_MONOTONIC; UINT64_MAX: none */
+    uint64_t deadline_ns;             /* CLOCK_MONOTONIC; UINT64_MAX: none */
     bool (*cancelled)(void *context); /* may be NULL */
     void *cancelled_context;
 };
 
 struct kvk_cache_options {
-    const struct kvk_config *config;   /* borrowed for the cache's life */
-    struct kvk_tenants *tenants;       /* borrowed */
-    struct kvk_clock *clock;           /* borrowed; NULL: monotonic */
-    /* Devices are the cache's from here. host_device makes the host tier's regions and attends
-     * host blocks. Either may be NULL where its tier is 0. */
+    const struct kvk_config *config; /* borrowed for the cache's life */
+    struct kvk_tenants *tenants;     /* borrowed */
+    struct kvk_clock *clock;         /* borrowed; NULL: monotonic */
+    /* Devices are the cache's from here, also where creating fails. host_device makes the host
+     * tier's regions and attends host blocks. Either may be NULL where its tier is 0. */
     struct kvk_device *device;
     struct kvk_device *host_device;
-    bool threads;   /* run mover and maintenance threads; false: the owner steps (simulation) */
+    bool threads; /* run mover and maintenance threads; false: the owner steps (simulation) */
 };
 
 KVK_CHECKED enum kvk_status kvk_cache_create(const struct kvk_cache_options *options,

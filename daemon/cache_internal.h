@@ -36,25 +36,42 @@
 
 /* ---- Groups: the memory and the blocks of one layer group of one space ---- */
 
-/* One tier's slots of a group. */
+/* A place for a slab in a tier's files: has it memory? A slab is only put where it has, so that
+ * nobody waits for memory with the lock held. */
+enum kvk_place {
+    KVK_PLACE_BARE = 0, /* a hole */
+    KVK_PLACE_BACKED,
+    KVK_PLACE_LEAVING, /* its slab is gone, its memory not yet punched out: see kvk_punch */
+};
+
+/* One tier's slots of a group. A block is in at most one of the queues:
+ *     queue  may leave; in the device tier by demotion where there is a host tier, else for good
+ *     clean  device tier: has a host copy too, so leaving costs nothing
+ *     held   device tier with a host tier: held by somebody, but unpinned, so it may be demoted */
 struct kvk_group_tier {
-    bool present;                  /* the tier has bytes; else nothing below is set */
+    bool present; /* the tier has bytes; else nothing below is set */
     struct kvk_arena arena;
-    struct kvk_evict_queue queue;  /* blocks that may leave this tier */
+    struct kvk_evict_queue queue;
+    struct kvk_evict_queue clean;
+    struct kvk_evict_queue held;
     struct kvk_region regions[KVK_SHARD_COUNT_MAX]; /* [shard_count]; slot s at s x shard_bytes */
-    struct kvk_region generations; /* u32 per slot; workers map it read-only */
-    uint64_t *checksums;           /* [slot][shard]; zero pages until used; ours */
-    uint64_t used_bytes;           /* = arena.used_count x block_bytes */
+    struct kvk_region generations;                  /* u32 per slot; workers map it read-only */
+    uint64_t *checksums;         /* [slot][shard]; 0: not taken yet. Zero pages until used; ours */
+    uint32_t *owners;            /* [slot] block + 1; 0: free, or loose. Ours */
+    uint8_t *places;             /* [arena.slab_capacity] enum kvk_place; ours */
+    uint32_t loose_count;        /* slots taken for copies that have not landed yet */
+    uint32_t own_evictions_left; /* before it is asked again which group gives room */
+    uint64_t used_bytes;         /* = arena.used_count x block_bytes */
 };
 
 struct kvk_group {
     struct kvk_space *space;
-    uint32_t number;       /* in cache.groups; block.arena */
-    uint32_t index;        /* in its space */
+    uint32_t number; /* in cache.groups; block.arena */
+    uint32_t index;  /* in its space */
     struct kvk_geometry geometry;
     uint32_t shard_count;
     uint64_t shard_bytes[KVK_SHARD_COUNT_MAX];
-    uint64_t block_bytes;  /* all shards */
+    uint64_t block_bytes; /* all shards */
     bool windowed;
     struct kvk_group_tier tiers[KVK_TIER_COUNT];
     uint64_t state_counts[KVK_BLOCK_STATE_COUNT]; /* FREE is not counted */
@@ -66,9 +83,9 @@ struct kvk_group {
 struct kvk_space {
     uint64_t id;
     const struct kvk_tenant *tenant;
-    uint8_t *identity; /* canonical bytes, ours */
+    uint8_t *identity; /* canonical bytes, and behind them the generation, 8 bytes; ours */
     size_t identity_size;
-    uint64_t generation;     /* part of every root's identity: one more invalidates the whole */
+    uint64_t generation; /* part of every root's identity: one more invalidates the whole */
     uint32_t block_tokens;
     uint32_t rank_count;
     uint32_t group_count;
@@ -81,19 +98,21 @@ struct kvk_space {
     bool constant_hash;       /* test hook, at its opening */
     /* counters */
     uint64_t queries, query_tokens, hit_tokens;
-    struct kvk_space *next;   /* all spaces */
+    struct kvk_space *next; /* all spaces */
 };
 
 /* ---- Sequences ---- */
 
 struct kvk_sequence_group {
-    uint32_t root;               /* KVK_ROOT_NONE until needed; one reference, ours */
-    uint32_t *blocks;            /* [capacity]; KVK_BLOCK_NONE: let go by the window. Ours */
-    uint32_t block_count;        /* ceil(length / block_tokens) */
+    uint32_t root;        /* KVK_ROOT_NONE until needed; one reference, ours */
+    uint32_t *blocks;     /* [capacity]; KVK_BLOCK_NONE: let go by the window. Ours */
+    uint32_t block_count; /* ceil(length / block_tokens) */
     uint32_t block_capacity;
-    uint32_t window_block;       /* first block past the sinks that is still held */
-    struct kvk_cursor cursor;    /* how far its chain is indexed; the block there is anchored */
-    bool detached;               /* its root was invalidated: nothing more is indexed */
+    uint32_t window_block;    /* first block past the sinks that is still held */
+    struct kvk_cursor cursor; /* how far its chain is indexed; the block there is anchored */
+    bool detached;            /* what it hangs from was invalidated: nothing more is indexed,
+                                 and the cursor (at the root again) anchors nothing. May be set
+                                 whenever the lock was dropped, also while busy */
 };
 
 /* The last change, so that an exact repeat is known and answered again. */
@@ -108,10 +127,10 @@ struct kvk_sequence {
     struct kvk_instance *instance;
     struct kvk_space *space;
     enum kvk_sequence_state state;
-    enum kvk_tier home;      /* where new blocks go */
-    bool busy;               /* a call works on it without the lock */
-    bool doomed;             /* its instance ended meanwhile: that call ends it */
-    uint32_t *tokens;        /* [length], ours */
+    enum kvk_tier home; /* where new blocks go */
+    bool busy;          /* a call works on it without the lock */
+    bool doomed;        /* its instance ended meanwhile: that call ends it */
+    uint32_t *tokens;   /* [length], ours */
     uint64_t token_capacity;
     struct kvk_content_span *spans; /* [span_count], ours */
     uint32_t span_count;
@@ -120,10 +139,10 @@ struct kvk_sequence {
     uint64_t length;
     uint64_t committed;
     uint64_t cached;
-    uint64_t sealed;         /* the least of rank_sealed */
+    uint64_t sealed;                           /* the least of rank_sealed */
     uint64_t rank_sealed[KVK_SHARD_COUNT_MAX]; /* [space.rank_count] */
-    uint64_t growth_tokens;  /* room still kept for it */
-    uint64_t growth_bytes;   /* as counted in cache.tiers[home].growth_bytes */
+    uint64_t growth_tokens;                    /* room still kept for it */
+    uint64_t growth_bytes;                     /* as counted in cache.tiers[home].growth_bytes */
     struct kvk_sequence_group groups[KVK_GROUP_COUNT_MAX];
     struct kvk_last_change last;
     struct kvk_request_id request_id;
@@ -160,7 +179,7 @@ struct kvk_transfer {
     struct kvk_pinned {
         uint32_t block;
         uint8_t tier;
-    } *pins; /* [pin_count], held and pinned; ours */
+    } * pins; /* [pin_count], held and pinned; ours */
     uint32_t pin_count;
     struct kvk_transfer *next, *previous; /* of the session */
 };
@@ -188,8 +207,8 @@ struct kvk_mapping {
     uint64_t id;
     enum kvk_map_kind kind;
     bool writable;
-    bool taken;               /* the descriptors went out */
-    struct kvk_group *group;  /* slots; the space is referenced */
+    bool taken;              /* the descriptors went out */
+    struct kvk_group *group; /* slots; the space is referenced */
     enum kvk_tier tier;
     uint32_t shard;
     struct kvk_region scratch; /* scratch; ours, made by the host device */
@@ -205,13 +224,13 @@ struct kvk_session {
                                       waited for */
     const struct kvk_tenant *tenant;
     uint32_t rank;
-    bool connected;    /* the stream is there */
+    bool connected; /* the stream is there */
     bool local;
     bool side_bound;   /* a side socket is bound now */
     bool process_gone; /* known to be gone */
     int32_t pid;
     uint32_t uid;
-    int pidfd;         /* ours; -1 */
+    int pidfd; /* ours; -1 */
     uint8_t side_token[KVK_TOKEN_SIZE];
     uint64_t side_token_until_ns;
     struct kvk_mapping *mappings;
@@ -234,8 +253,15 @@ struct kvk_tier_state {
     uint64_t leased_bytes;     /* of bound: held by leases alone */
     uint64_t copying_bytes;    /* of bound: a transfer is under way */
     uint64_t quarantine_bytes; /* of bound */
-    uint64_t growth_bytes;     /* kept for running sequences, not yet taken */
+    uint64_t growth_bytes;     /* kept for running sequences, not yet taken. Written by the
+                                  sequences: kvk_room_reserve() only checks it */
+    uint64_t stray_bytes;      /* faulted in by workers outside slabs; part of pool.charge_bytes */
+    uint64_t punch_bytes;      /* of slabs that left and are not punched; also part of it */
+    uint64_t *tenant_bytes;    /* [tenant] of used_bytes; ours */
 };
+
+/* kvk_block.flags. The low bits are what kvk_block_settle() has counted the block as. */
+#define KVK_BLOCK_QUARANTINED 0x80U
 
 #define KVK_REFUSAL_COUNT 256 /* journal */
 
@@ -245,6 +271,8 @@ struct kvk_punch {
     struct kvk_group *group;
     enum kvk_tier tier;
     uint32_t slab;
+    uint64_t size_bytes; /* charged */
+    bool under_way;      /* without the lock, now */
     struct kvk_punch *next;
 };
 
@@ -253,8 +281,8 @@ struct kvk_cache_stats {
     uint64_t hashed_bytes;
     uint64_t pins, opens, seals, appends, forks, closes;
     uint64_t sealed_blocks, duplicate_blocks, wrong_reuse;
-    uint64_t evictions[KVK_TIER_COUNT];      /* copies dropped to make room */
-    uint64_t forgotten_blocks;               /* last copies dropped */
+    uint64_t evictions[KVK_TIER_COUNT]; /* copies dropped to make room */
+    uint64_t forgotten_blocks;          /* last copies dropped */
     uint64_t demoted_blocks, promoted_blocks;
     uint64_t swapped_out_blocks, swapped_in_blocks, swapped_out_bytes, swapped_in_bytes;
     uint64_t copy_failures, checksum_failures;
@@ -270,24 +298,30 @@ struct kvk_cache_stats {
 
 struct kvk_cache {
     struct kvk_lock lock;
-    pthread_cond_t changed;     /* something was freed, or a transfer ended */
+    pthread_cond_t changed; /* something was freed, or a transfer ended */
     const struct kvk_config *config;
     struct kvk_tenants *tenants;
     struct kvk_clock *clock;
-    uint64_t policy_ns;         /* test hook: eviction's time; 0: the clock's */
-    uint64_t stamp;             /* one more per request that uses blocks: orders uses */
-    uint64_t stood_still_ns;    /* time in which the daemon itself was stopped: lease clock =
-                                   clock - this */
-    uint64_t maintained_ns;     /* last round */
+    uint64_t policy_ns;      /* test hook: eviction's time; 0: the clock's */
+    uint64_t stamp;          /* one more per request that uses blocks: orders uses */
+    uint64_t stood_still_ns; /* time in which the daemon itself was stopped: lease clock =
+                                clock - this */
+    uint64_t maintained_ns;  /* last round */
 
     struct kvk_index *index;
     struct kvk_evict *evict;
     struct kvk_mover *mover;
     struct kvk_tier_state tiers[KVK_TIER_COUNT];
 
+    struct kvk_device *devices[2]; /* ours, to be closed; NULL: none */
+    struct kvk_device *memory;     /* borrowed from them: the CPU memory that processes map
+                                      (generations, scratch) */
+    bool threads;                  /* as the options say */
+
     struct kvk_space *spaces;
+    struct kvk_table space_table; /* id -> struct kvk_space */
     uint32_t space_count;
-    struct kvk_group **groups;  /* [group_capacity], NULL: free number */
+    struct kvk_group **groups; /* [group_capacity], NULL: free number */
     uint32_t group_capacity;
 
     struct kvk_table sequence_table; /* id -> struct kvk_sequence */
@@ -297,14 +331,18 @@ struct kvk_cache {
     struct kvk_instance *instances;
     uint32_t instance_count;
     struct kvk_session *waiting_sessions; /* instance over, process not known to be gone */
-    uint64_t next_id; /* of sequences, leases, transfers, instances, mappings: from a random start */
+    uint64_t
+        next_id; /* of sequences, leases, transfers, instances, mappings: from a random start */
 
     struct kvk_punch *punches;
-    uint32_t purge_next;      /* sweep for blocks of invalidated roots */
+    uint32_t purge_next; /* sweep for blocks of invalidated roots */
+    uint32_t purge_left; /* ids that the sweep has still to see */
     bool purge_wanted;
+    uint32_t stray_next;    /* group whose strays are counted next */
+    uint64_t passing_holds; /* of calls that work without the lock now: kvk_block_borrow() */
     struct kvk_refusal refusals[KVK_REFUSAL_COUNT]; /* ring */
     uint64_t refusal_count;
-    bool constant_hash;       /* test hook */
+    bool constant_hash; /* test hook */
     bool draining;
     struct kvk_cache_stats stats;
 
@@ -315,6 +353,7 @@ struct kvk_cache {
     uint64_t path_capacity;
 
     pthread_t maintenance;
+    pthread_cond_t wake; /* the maintenance thread, before its time */
     bool maintenance_running;
     _Atomic bool stopping;
 };
@@ -356,6 +395,14 @@ void kvk_block_release(struct kvk_cache *cache, uint32_t block, bool leased);
 void kvk_block_pin(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier);
 void kvk_block_unpin(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier);
 
+/* A hold and a pin of a call that uses the copy without the lock and gives both back at its end
+ * (a read, an attention, a copy). Counted in cache.passing_holds. */
+void kvk_block_borrow(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier);
+void kvk_block_return(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier);
+
+/* The block's bytes count as quarantine from now on, or no longer. */
+void kvk_block_set_quarantined(struct kvk_cache *cache, uint32_t block, bool quarantined);
+
 /* The tier of the copy to read: device before host. The block must have bytes or a slot. */
 enum kvk_tier kvk_block_tier(const struct kvk_block *block);
 
@@ -378,12 +425,39 @@ void kvk_block_seal(struct kvk_cache *cache, uint32_t block);
  * freed, the caller's hold and pins are now on the winner. */
 void kvk_block_fill(struct kvk_cache *cache, uint32_t winner, uint32_t block);
 
+/* A new block of the group with `slot`, RESERVED: one hold and one pin, the caller's.
+ * KVK_BLOCK_NONE: config.blocks are known already. */
+uint32_t kvk_block_create(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
+                          uint32_t slot);
+/* A copy has landed: the loose slot is the block's, its checksums are the caller's to store. */
+void kvk_block_attach(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier, uint32_t slot);
+/* An unsealed block's bytes were copied: the loose slot in `target` becomes its slot, its pins go
+ * along, the old slot is free. */
+void kvk_block_relocate(struct kvk_cache *cache, uint32_t block, enum kvk_tier target,
+                        uint32_t slot);
+
+/* Take a free slot of the arena's slabs for a copy under way, or KVK_SLOT_NONE; give it back. It is
+ * loose meanwhile: used, bound, nobody's. */
+uint32_t kvk_slot_take(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier);
+void kvk_slot_give(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
+                   uint32_t slot);
+
+/* May the last copy go without leaving a child with bytes behind? */
+static inline bool kvk_block_is_leaf(const struct kvk_group *group, const struct kvk_block *block)
+{
+    return group->windowed || block->byte_children == 0;
+}
+
+/* The next part of a table answer, its arrays carved from tables.memory. */
+struct kvk_table_part *kvk_tables_part(struct kvk_tables *tables, uint32_t group,
+                                       uint64_t first_block, uint32_t count);
 /* Fill one part of a table answer from block ids: slots, tiers, generations. */
 void kvk_table_fill(const struct kvk_cache *cache, const uint32_t *blocks, uint32_t count,
                     struct kvk_table_part *part);
-/* Room in tables.memory for `entries` entries over all parts. Unlocked; grows, never shrinks. */
-KVK_CHECKED enum kvk_status kvk_tables_reserve_unlocked(struct kvk_tables *tables,
-                                                        uint64_t entries, struct kvk_error *error);
+/* Room in tables.memory for `entries` entries over all parts, and no part yet. Unlocked; grows,
+ * never shrinks. */
+KVK_CHECKED enum kvk_status kvk_tables_reserve_unlocked(struct kvk_tables *tables, uint64_t entries,
+                                                        struct kvk_error *error);
 
 /* ================= room.c: reserving slots, evicting, demoting ================= */
 
@@ -391,8 +465,10 @@ KVK_CHECKED enum kvk_status kvk_tables_reserve_unlocked(struct kvk_tables *table
 struct kvk_room_want {
     enum kvk_tier tier;
     uint32_t counts[KVK_GROUP_COUNT_MAX]; /* blocks per group */
-    uint64_t growth_bytes;     /* to be kept beside them (OpenSequence) */
-    uint64_t own_growth_bytes; /* of room already kept that this call may use (Append) */
+    uint64_t growth_bytes;     /* to be kept beside them (OpenSequence): there must be room for it;
+                                  the caller adds it to tiers[tier].growth_bytes */
+    uint64_t own_growth_bytes; /* of tiers[tier].growth_bytes, what this call may use (Append); the
+                                  caller takes it off again */
     uint64_t sequence_id;      /* for the journal */
 };
 
@@ -409,16 +485,18 @@ KVK_CHECKED enum kvk_status kvk_room_reserve(struct kvk_cache *cache, struct kvk
                                              const struct kvk_caller *caller,
                                              struct kvk_error *error);
 
-/* A slot in another tier for a copy of an existing block; no hold, no state change. */
+/* A slot in another tier for a copy of an existing block; no hold, no state change. Used up by
+ * kvk_tier_copy_drops(), or given back. KVK_WOULD_BLOCK as kvk_room_reserve(). `caller` NULL: not
+ * on anybody's behalf; growth that is kept is no hindrance and nothing is noted. */
 KVK_CHECKED enum kvk_status kvk_room_slot(struct kvk_cache *cache, struct kvk_group *group,
                                           enum kvk_tier tier, const struct kvk_caller *caller,
                                           uint32_t *slot, struct kvk_error *error);
 void kvk_room_slot_give(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
                         uint32_t slot);
 
-/* Demote a bounded batch of victims, or punch slabs, so that a reservation that would have blocked
- * gets further. Drops the lock. KVK_DEADLINE, KVK_CANCELLED, or KVK_EXHAUSTED where nothing can be
- * done any more. */
+/* Demote a bounded batch of victims, back or punch slabs, so that a reservation that would have
+ * blocked gets further. Drops the lock. KVK_DEADLINE, KVK_CANCELLED, or KVK_EXHAUSTED where nothing
+ * can be done any more. */
 KVK_CHECKED enum kvk_status kvk_room_make_drops(struct kvk_cache *cache, struct kvk_space *space,
                                                 const struct kvk_room_want *want,
                                                 const struct kvk_caller *caller,
@@ -449,9 +527,11 @@ void kvk_refusal_note(struct kvk_cache *cache, const struct kvk_caller *caller,
  * Copy blocks to `tier`, each with a slot there taken by kvk_room_slot(). Every block must be held
  * or be in the caller's transfer by TRANSFER_BEGIN (which this does). Drops the lock while bytes
  * move. Checksums of whole copies are verified on the way; an unsealed block's is stored. On
- * KVK_OK all have their copy in `tier` (an unsealed block has moved: its old slot is free). On
- * failure no block has changed, and all new slots are given back; KVK_DATA_LOSS: a source did not
- * match: that copy is dropped unless pinned, and counted.
+ * KVK_OK all have their copy in `tier` (an unsealed block has moved with its pins: its old slot is
+ * free). The host tier is exclusive: what was copied to the device loses its host copy unless that
+ * is pinned. On failure no block has changed, and all new slots are given back; KVK_DATA_LOSS: a
+ * source did not match: that copy is dropped unless pinned or the last of a held block, and
+ * counted.
  */
 struct kvk_move {
     uint32_t block;
@@ -478,6 +558,16 @@ void kvk_tier_run_ahead_drops(struct kvk_cache *cache);
 /* Punch slabs that left their arenas; give the budget back. Drops the lock. */
 void kvk_tier_punch_drops(struct kvk_cache *cache);
 uint64_t kvk_tier_load_ns(const struct kvk_cache *cache, uint64_t bytes); /* estimate */
+
+/* ================= maintenance: cache.c, invalidate.c, room.c ================= */
+
+/* Free what invalidated roots left behind, over at most `count` block ids. */
+void kvk_purge_slice(struct kvk_cache *cache, uint32_t count);
+/* Give empty slabs back to the pools but one per arena; back places ahead of need. Drops the lock.
+ */
+void kvk_room_tidy_drops(struct kvk_cache *cache);
+/* Every law of the engine's own, with the lock held; kvk_cache_check() takes it. */
+void kvk_cache_check_locked(struct kvk_cache *cache);
 
 /* ================= lookup.c ================= */
 
@@ -518,7 +608,7 @@ void kvk_sequence_rank_ended(struct kvk_cache *cache, struct kvk_sequence *seque
 /* ================= lease.c ================= */
 
 void kvk_lease_end(struct kvk_cache *cache, struct kvk_lease *lease); /* release all, free it */
-void kvk_leases_expire(struct kvk_cache *cache); /* bounded */
+void kvk_leases_expire(struct kvk_cache *cache);                      /* bounded */
 KVK_CHECKED enum kvk_status kvk_lease_find(struct kvk_cache *cache, const struct kvk_caller *caller,
                                            uint64_t session_id, uint64_t lease_id,
                                            struct kvk_session **session, struct kvk_lease **lease,
@@ -531,9 +621,9 @@ uint64_t kvk_lease_clock(const struct kvk_cache *cache);
 /* The session, if it is the caller's tenant's and connected. KVK_NOT_FOUND (session ended). */
 KVK_CHECKED enum kvk_status kvk_session_find(struct kvk_cache *cache,
                                              const struct kvk_caller *caller, uint64_t session_id,
-                                             struct kvk_session **session,
-                                             struct kvk_error *error);
-/* May a live process of this instance write the group's slots in the tier? One that can, or NULL. */
+                                             struct kvk_session **session, struct kvk_error *error);
+/* May a live process of this instance write the group's slots in the tier? One that can, or NULL.
+ */
 struct kvk_session *kvk_instance_writer(struct kvk_instance *instance,
                                         const struct kvk_group *group, enum kvk_tier tier);
 /* Take over the last hold and pin of an unsealed block until the session's process is gone. */

@@ -71,12 +71,13 @@ KVK_CHECKED enum kvk_status kvk_space_open(struct kvk_cache *cache, const struct
 struct kvk_invalidate_request {
     uint64_t space_id; /* 0: by tenant and the names below */
     struct kvk_view tenant;
-    struct kvk_view model;        /* empty: any */
+    struct kvk_view model; /* empty: any */
     struct kvk_view revision;
     struct kvk_view adapter_name;
     bool by_salt;
     struct kvk_view salt;
-    const struct kvk_prompt *prefix; /* NULL: the whole; with its own salt */
+    const struct kvk_prompt *prefix; /* NULL: the whole; with its own salt. Its last whole block and
+                                        all that hangs below it; no whole block: all of its salt */
 };
 struct kvk_invalidate_reply {
     uint64_t spaces;
