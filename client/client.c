@@ -7,6 +7,7 @@
 
 #include "base/bytes.h"
 #include "base/clock.h"
+#include "base/socket_path.h"
 #include "client/internal.h"
 
 #define TIMEOUT_MS_DEFAULT 30000
@@ -19,10 +20,10 @@ const char *kvkeep_default_target(void)
     if (target != NULL && target[0] != '\0') {
         return target;
     }
-    static char path[256];
-    const char *runtime = getenv("XDG_RUNTIME_DIR");
-    snprintf(path, sizeof path, "unix:%s/kvkeep.sock",
-             runtime != NULL && runtime[0] != '\0' ? runtime : "/tmp");
+    static char path[KVK_SOCKET_PATH_SIZE + sizeof "unix:"];
+    char socket_path[KVK_SOCKET_PATH_SIZE];
+    kvk_socket_path_client(socket_path);
+    snprintf(path, sizeof path, "unix:%s", socket_path);
     return path;
 }
 
