@@ -154,6 +154,7 @@ struct kvk_sequence {
 
 struct kvk_lease_group {
     uint32_t *blocks; /* [block_count]; KVK_BLOCK_NONE outside the window. Ours */
+    uint8_t *pins;    /* [block_count]: tier + 1 of our copy pin, 0: none. Ours */
     uint32_t block_count;
 };
 
@@ -167,9 +168,20 @@ struct kvk_lease {
     bool copy_pin;
     struct kvk_lease_group groups[KVK_GROUP_COUNT_MAX];
     uint32_t open_transfers;
+    bool marked; /* within one call: this id was named before */
     struct kvk_request_id request_id;
     struct kvk_lease *next, *previous; /* of the instance */
+    /* In cache.lease_heap, a pairing heap by expires_ns: first child, next sibling, and previous
+     * sibling or parent. */
+    struct kvk_lease *heap_child, *heap_next, *heap_previous;
 };
+
+/* A lease that is over, remembered for a while: who comes late is told so. */
+struct kvk_ended_lease {
+    uint64_t id;
+    uint64_t instance_id;
+};
+#define KVK_ENDED_LEASE_COUNT 256
 
 struct kvk_transfer {
     uint64_t id;
@@ -193,6 +205,7 @@ struct kvk_instance {
     char name[KVK_NAME_SIZE];
     uint64_t begun_ns;
     bool ending;
+    bool ended; /* all was given back, but what busy calls still have: they or maintenance end it */
     struct kvk_session *sessions; /* connected or not yet gone */
     struct kvk_session *opener;
     struct kvk_sequence *sequences;
@@ -213,6 +226,7 @@ struct kvk_mapping {
     uint32_t shard;
     struct kvk_region scratch; /* scratch; ours, made by the host device */
     uint32_t users;            /* of scratch addresses, now */
+    bool orphaned;             /* scratch: its session is gone, the last user frees it */
     uint8_t token[KVK_TOKEN_SIZE];
     uint64_t token_until_ns;
     struct kvk_mapping *next;
@@ -239,6 +253,10 @@ struct kvk_session {
     uint32_t quarantine_count, quarantine_capacity;
     void (*on_notice)(void *context, enum kvk_notice_kind kind, uint64_t value);
     void *context;
+    uint32_t notices_running; /* being told without the lock, now */
+    bool told_draining;
+    bool ending;              /* kvk_session_end() works on it */
+    bool leaving;             /* one thread gives its things back and frees it */
     struct kvk_session *next; /* of the instance, or of cache.waiting_sessions */
 };
 
@@ -326,11 +344,15 @@ struct kvk_cache {
 
     struct kvk_table sequence_table; /* id -> struct kvk_sequence */
     struct kvk_table lease_table;
+    struct kvk_lease *lease_heap; /* the one that expires first, or NULL */
+    struct kvk_ended_lease ended_leases[KVK_ENDED_LEASE_COUNT]; /* ring */
+    uint64_t ended_lease_count;
     struct kvk_table transfer_table;
     struct kvk_table session_table;
     struct kvk_instance *instances;
     uint32_t instance_count;
-    struct kvk_session *waiting_sessions; /* instance over, process not known to be gone */
+    struct kvk_session *waiting_sessions; /* instance over; stream or process still there */
+    size_t session_place;                 /* of session_table: which processes are looked at next */
     uint64_t
         next_id; /* of sequences, leases, transfers, instances, mappings: from a random start */
 
@@ -584,7 +606,13 @@ void kvk_prefix_find(struct kvk_cache *cache, struct kvk_space *space,
                      uint64_t token_limit, struct kvk_prefix *prefix);
 /* Does a query after `blocks` blocks see block `index` of the group? */
 bool kvk_group_sees(const struct kvk_group *group, uint64_t blocks, uint64_t index);
-/* Count a query once, and a use of every block of the boundary that is seen, deepest first. */
+/* Tokens that a look-up may find: 0 below the space's lookup_min_tokens. */
+uint64_t kvk_prefix_limit(const struct kvk_space *space, const struct kvk_prompt *prompt,
+                          bool leave_last);
+/* Count one query and what it hit; of a retry only that it was one. */
+void kvk_prefix_count(struct kvk_cache *cache, struct kvk_space *space, uint64_t query_tokens,
+                      uint64_t hit_tokens, bool retry);
+/* Count a use of every block of the boundary that is seen, deepest first. */
 void kvk_prefix_use(struct kvk_cache *cache, struct kvk_space *space,
                     const struct kvk_prefix *prefix);
 uint64_t kvk_policy_now(const struct kvk_cache *cache);
@@ -628,7 +656,14 @@ struct kvk_session *kvk_instance_writer(struct kvk_instance *instance,
                                         const struct kvk_group *group, enum kvk_tier tier);
 /* Take over the last hold and pin of an unsealed block until the session's process is gone. */
 void kvk_session_quarantine(struct kvk_cache *cache, struct kvk_session *session, uint32_t block);
-void kvk_sessions_maintain(struct kvk_cache *cache); /* pidfds without a side socket, tokens */
+/* One bounded round: processes without a side socket, tokens that were not used, instances whose
+ * last busy call has ended. Drops the lock. */
+void kvk_sessions_maintain(struct kvk_cache *cache);
+/* Tell the sessions of a tenant (NULL: of all). Without the lock. */
+void kvk_sessions_notify_unlocked(struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                                  enum kvk_notice_kind kind, uint64_t value);
+/* The daemon ends: end every session and wait for no process. Without the lock. */
+void kvk_sessions_end_all_unlocked(struct kvk_cache *cache);
 uint64_t kvk_cache_new_id(struct kvk_cache *cache);
 
 #endif

@@ -90,16 +90,19 @@ KVK_CHECKED enum kvk_status kvk_session_map(struct kvk_cache *cache, const struc
 
 #define KVK_TOKEN_MS 60000
 
-/* Bind a side connection (from `pid`, the kernel's word) to the session of the token. */
+/* Bind a side connection (from `pid` and `uid`, the kernel's word) to the session of the token.
+ * `pidfd`: a new descriptor of the session's process, the caller's to close; -1: there is none. */
 KVK_CHECKED enum kvk_status kvk_side_bind(struct kvk_cache *cache,
                                           const uint8_t token[KVK_TOKEN_SIZE], int32_t pid,
-                                          uint64_t *session_id);
+                                          uint32_t uid, uint64_t *session_id, int *pidfd);
 /* Descriptors for a map token of that session: memory, and generations (-1 for scratch). New
  * descriptors, the caller's to close; the read-only one is opened read-only. */
 KVK_CHECKED enum kvk_status kvk_side_take(struct kvk_cache *cache, uint64_t session_id,
                                           const uint8_t token[KVK_TOKEN_SIZE], int fds[2]);
 /* The side connection is at its end. */
 void kvk_side_closed(struct kvk_cache *cache, uint64_t session_id);
+/* The process's pidfd became readable: look whether all of it is gone now. */
+void kvk_side_process_ended(struct kvk_cache *cache, uint64_t session_id);
 
 /* The address of a place in a scratch mapping of the session, or NULL: out of range, not its own.
  * The mapping stays for as long as the session or until kvk_scratch_release(). */
