@@ -145,7 +145,8 @@ INLINE void score_cell(size_t head_size, const uint8_t *const *q, uint32_t row_c
 /* As in gpu/attend_lanes.inc: missing tokens of the last cell are stood in for by the last one. */
 INLINE void score_block(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
                         uint32_t first_row, uint32_t row_count, uint32_t parts,
-                        const struct kvk_attend_tile *tile, float *scores)
+                        const struct kvk_attend_tokens *tokens,
+                        const struct kvk_attend_tokens *ahead, float *scores)
 {
     const uint32_t step = LANES / row_count;
     const uint8_t *k[LANES];
@@ -154,11 +155,12 @@ INLINE void score_block(const struct kvk_attend *attend, const struct kvk_attend
     for (uint32_t row = 0; row < row_count; row++) {
         q[row] = rows->queries + (first_row + row) * rows->query_stride_bytes;
     }
-    for (uint32_t token = 0; token < tile->count; token += step) {
+    for (uint32_t token = 0; token < tokens->count; token += step) {
         for (uint32_t i = 0; i < step; i++) {
-            k[i] = tile->k[token + i < tile->count ? token + i : tile->count - 1];
-            if (first_row == 0 && token + i < tile->ahead_count) {
-                prefetch(tile->ahead_k[token + i], attend->head_size_k * 2);
+            k[i] = tokens->k[token + i < tokens->count ? token + i : tokens->count - 1] +
+                   tokens->k_offset;
+            if (first_row == 0 && token + i < ahead->count) {
+                prefetch(ahead->k[token + i] + ahead->k_offset, attend->head_size_k * 2);
             }
         }
         score_cell(attend->head_size_k, q, row_count, parts, k,
@@ -167,31 +169,33 @@ INLINE void score_block(const struct kvk_attend *attend, const struct kvk_attend
 }
 
 INLINE void score_parts(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
-                        uint32_t parts, const struct kvk_attend_tile *tile, float *scores)
+                        uint32_t parts, const struct kvk_attend_tokens *tokens,
+                        const struct kvk_attend_tokens *ahead, float *scores)
 {
     uint32_t row = 0;
 
     for (; row + 4 <= rows->count; row += 4) {
-        score_block(attend, rows, row, 4, parts, tile, scores);
+        score_block(attend, rows, row, 4, parts, tokens, ahead, scores);
     }
     if (row + 2 <= rows->count) {
-        score_block(attend, rows, row, 2, parts, tile, scores);
+        score_block(attend, rows, row, 2, parts, tokens, ahead, scores);
         row += 2;
     }
     if (row < rows->count) {
-        score_block(attend, rows, row, 1, parts, tile, scores);
+        score_block(attend, rows, row, 1, parts, tokens, ahead, scores);
     }
 }
 
 static void bf16_score(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
-                       const struct kvk_attend_tile *tile, float *scores)
+                       const struct kvk_attend_tokens *tokens,
+                       const struct kvk_attend_tokens *ahead, float *scores)
 {
     if (attend->format_k != KVK_FORMAT_BF16) {
-        kvk_attend_avx512.score(attend, rows, tile, scores);
+        kvk_attend_avx512.score(attend, rows, tokens, ahead, scores);
     } else if (part_count(attend) == 1) {
-        score_parts(attend, rows, 1, tile, scores);
+        score_parts(attend, rows, 1, tokens, ahead, scores);
     } else {
-        score_parts(attend, rows, 2, tile, scores);
+        score_parts(attend, rows, 2, tokens, ahead, scores);
     }
 }
 
@@ -223,7 +227,8 @@ static void pairs_make(const struct kvk_attend_rows *rows, uint32_t token_count,
 
 /* Add weight x V of all tokens to `vector_count` x 32 values of `row_count` rows. `some` > 0: only
  * so many of the 32 are there. */
-INLINE void weigh_cell(const struct kvk_attend_tile *tile, size_t first_value,
+INLINE void weigh_cell(const struct kvk_attend_tokens *tokens,
+                       const struct kvk_attend_tokens *ahead, size_t first_value,
                        const uint32_t *const *pairs, float *const *values, uint32_t row_count,
                        uint32_t vector_count, size_t some, size_t ahead_bytes)
 {
@@ -235,13 +240,14 @@ INLINE void weigh_cell(const struct kvk_attend_tile *tile, size_t first_value,
         sums[cell] =
             lanes_load(values[cell / half_count] + first_value + cell % half_count * LANES);
     }
-    for (uint32_t token = 0; token < tile->count; token += 2) {
-        bool paired = token + 1 < tile->count;
-        const uint8_t *v0 = tile->v[token] + first_value * 2;
-        const uint8_t *v1 = tile->v[paired ? token + 1 : token] + first_value * 2;
-        if (ahead_bytes > 0 && token + 1 < tile->ahead_count) {
-            prefetch(tile->ahead_v[token], ahead_bytes);
-            prefetch(tile->ahead_v[token + 1], ahead_bytes);
+    for (uint32_t token = 0; token < tokens->count; token += 2) {
+        bool paired = token + 1 < tokens->count;
+        const uint8_t *v0 = tokens->v[token] + tokens->v_offset + first_value * 2;
+        const uint8_t *v1 =
+            tokens->v[paired ? token + 1 : token] + tokens->v_offset + first_value * 2;
+        if (ahead_bytes > 0 && token + 1 < ahead->count) {
+            prefetch(ahead->v[token] + ahead->v_offset, ahead_bytes);
+            prefetch(ahead->v[token + 1] + ahead->v_offset, ahead_bytes);
         }
 #pragma GCC unroll 4
         for (uint32_t vector = 0; vector < vector_count; vector++) {
@@ -268,8 +274,9 @@ INLINE void weigh_cell(const struct kvk_attend_tile *tile, size_t first_value,
 }
 
 INLINE void weigh_block(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
-                        uint32_t first_row, uint32_t row_count, const struct kvk_attend_tile *tile,
-                        const struct weight_pairs *weights)
+                        uint32_t first_row, uint32_t row_count,
+                        const struct kvk_attend_tokens *tokens,
+                        const struct kvk_attend_tokens *ahead, const struct weight_pairs *weights)
 {
     const uint32_t vector_count = row_count == 1 ? 4 : 2;
     size_t head_size = attend->head_size_v;
@@ -283,38 +290,39 @@ INLINE void weigh_block(const struct kvk_attend *attend, const struct kvk_attend
         values[row] = rows->values + (first_row + row) * rows->value_stride;
     }
     for (; i + vector_count * PAIR_VALUES <= head_size; i += vector_count * PAIR_VALUES) {
-        weigh_cell(tile, i, pairs, values, row_count, vector_count, 0, ahead_bytes);
+        weigh_cell(tokens, ahead, i, pairs, values, row_count, vector_count, 0, ahead_bytes);
         ahead_bytes = 0;
     }
     for (; i + PAIR_VALUES <= head_size; i += PAIR_VALUES) {
-        weigh_cell(tile, i, pairs, values, row_count, 1, 0, ahead_bytes);
+        weigh_cell(tokens, ahead, i, pairs, values, row_count, 1, 0, ahead_bytes);
         ahead_bytes = 0;
     }
     if (i < head_size) {
-        weigh_cell(tile, i, pairs, values, row_count, 1, head_size - i, ahead_bytes);
+        weigh_cell(tokens, ahead, i, pairs, values, row_count, 1, head_size - i, ahead_bytes);
     }
 }
 
 static void bf16_weigh(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
-                       const struct kvk_attend_tile *tile, const float *weights)
+                       const struct kvk_attend_tokens *tokens,
+                       const struct kvk_attend_tokens *ahead, const float *weights)
 {
     struct weight_pairs pairs;
     uint32_t row = 0;
 
     if (kvk_attend_value_format(attend) != KVK_FORMAT_BF16) {
-        kvk_attend_avx512.weigh(attend, rows, tile, weights);
+        kvk_attend_avx512.weigh(attend, rows, tokens, ahead, weights);
         return;
     }
-    pairs_make(rows, tile->count, weights, &pairs);
+    pairs_make(rows, tokens->count, weights, &pairs);
     for (; row + 4 <= rows->count; row += 4) {
-        weigh_block(attend, rows, row, 4, tile, &pairs);
+        weigh_block(attend, rows, row, 4, tokens, ahead, &pairs);
     }
     if (row + 2 <= rows->count) {
-        weigh_block(attend, rows, row, 2, tile, &pairs);
+        weigh_block(attend, rows, row, 2, tokens, ahead, &pairs);
         row += 2;
     }
     if (row < rows->count) {
-        weigh_block(attend, rows, row, 1, tile, &pairs);
+        weigh_block(attend, rows, row, 1, tokens, ahead, &pairs);
     }
 }
 

@@ -20,7 +20,7 @@
 /* Up to about this many rows per KV head the memory sets the pace; past it, the arithmetic. */
 #define ROWS_PER_READ 8
 
-/* Rows of one item and KV head; its tokens are cut into `unit_count` ranges. */
+/* Rows of one item and some KV heads; their tokens are cut into `unit_count` ranges. */
 struct strip {
     uint32_t first_unit;
     uint32_t unit_count;
@@ -59,6 +59,11 @@ const char *kvk_attend_kernel_name(const struct kvk_attend_kernel *kernel)
 
 /* ---- The plan ---- */
 
+static uint64_t smaller(uint64_t a, uint64_t b)
+{
+    return a < b ? a : b;
+}
+
 /* Whole queries where one fits. */
 static uint32_t rows_per_strip(const struct kvk_attend *attend)
 {
@@ -82,18 +87,19 @@ static struct kvk_attend_visible visible_cut(const struct kvk_attend_visible *vi
     uint64_t sink_count = visible->sinks.end - visible->sinks.begin;
     struct kvk_attend_visible cut = *visible;
 
-    cut.sinks.begin += begin < sink_count ? begin : sink_count;
-    cut.sinks.end = visible->sinks.begin + (end < sink_count ? end : sink_count);
+    cut.sinks.begin += smaller(begin, sink_count);
+    cut.sinks.end = visible->sinks.begin + smaller(end, sink_count);
     cut.rest.begin += begin < sink_count ? 0 : begin - sink_count;
     cut.rest.end = visible->rest.begin + (end < sink_count ? 0 : end - sink_count);
     return cut;
 }
 
-/* In reads of a token's K and V. */
+/* In reads of a token's K and V of one head. */
 static uint64_t unit_cost(const struct kvk_attend_unit *unit)
 {
     uint64_t weight = (unit->row_count + ROWS_PER_READ - 1) / ROWS_PER_READ;
 
+    weight *= unit->head_count;
     return visible_count(&unit->visible) * weight;
 }
 
@@ -105,13 +111,8 @@ static uint32_t split_count(const struct plan *plan, const struct kvk_attend_uni
         tokens_min = (uint64_t)unit->row_count * SPLIT_TOKENS_PER_ROW;
     }
     uint64_t count = (unit_cost(unit) + plan->cost_target - 1) / plan->cost_target;
-    uint64_t limit = visible_count(&unit->visible) / tokens_min;
-    if (limit > SPLIT_COUNT_MAX) {
-        limit = SPLIT_COUNT_MAX;
-    }
-    if (count > limit) {
-        count = limit;
-    }
+    count = smaller(count, visible_count(&unit->visible) / tokens_min);
+    count = smaller(count, SPLIT_COUNT_MAX);
     return count > 0 ? (uint32_t)count : 1;
 }
 
@@ -126,14 +127,16 @@ static void strips_visit(struct plan *plan, strip_visit *visit)
 
     for (uint32_t item = 0; item < attend->item_count; item++) {
         uint64_t row_count = (uint64_t)attend->items[item].query_count * group;
-        for (uint32_t kv_head = 0; kv_head < attend->kv_heads; kv_head++) {
-            for (uint64_t row = 0; row < row_count; row += rows_max) {
-                uint64_t left = row_count - row;
+        uint32_t strip_rows = row_count < rows_max ? (uint32_t)row_count : rows_max;
+        uint32_t strip_heads = KVK_ATTEND_ROWS_MAX / strip_rows;
+        for (uint64_t row = 0; row < row_count; row += strip_rows) {
+            for (uint32_t head = 0; head < attend->kv_heads; head += strip_heads) {
                 struct kvk_attend_unit whole = {
                     .item = item,
-                    .kv_head = kv_head,
+                    .first_head = head,
+                    .head_count = (uint32_t)smaller(attend->kv_heads - head, strip_heads),
                     .first_row = row,
-                    .row_count = left < rows_max ? (uint32_t)left : rows_max,
+                    .row_count = (uint32_t)smaller(row_count - row, strip_rows),
                 };
                 whole.visible = kvk_attend_unit_visible(attend, &whole);
                 visit(plan, &whole);
@@ -145,8 +148,8 @@ static void strips_visit(struct plan *plan, strip_visit *visit)
 static void strip_add_cost(struct plan *plan, const struct kvk_attend_unit *whole)
 {
     plan->cost_target += unit_cost(whole);
-    if (whole->row_count > plan->rows_max) {
-        plan->rows_max = whole->row_count;
+    if (kvk_attend_unit_rows(whole) > plan->rows_max) {
+        plan->rows_max = kvk_attend_unit_rows(whole);
     }
 }
 
@@ -158,7 +161,7 @@ static void strip_count_units(struct plan *plan, const struct kvk_attend_unit *w
     plan->unit_count += count;
     if (count > 1) {
         plan->partial_floats +=
-            (uint64_t)count * whole->row_count * (plan->attend->head_size_v + 1);
+            (uint64_t)count * kvk_attend_unit_rows(whole) * (plan->attend->head_size_v + 1);
     }
 }
 
@@ -166,7 +169,7 @@ static void strip_make_units(struct plan *plan, const struct kvk_attend_unit *wh
 {
     uint32_t count = split_count(plan, whole);
     uint64_t token_count = visible_count(&whole->visible);
-    uint64_t partial_floats = (uint64_t)whole->row_count * (plan->attend->head_size_v + 1);
+    uint64_t output_floats = (uint64_t)kvk_attend_unit_rows(whole) * plan->attend->head_size_v;
 
     plan->strips[plan->strip_count] =
         (struct strip){.first_unit = (uint32_t)plan->unit_count, .unit_count = count};
@@ -178,8 +181,8 @@ static void strip_make_units(struct plan *plan, const struct kvk_attend_unit *wh
             visible_cut(&whole->visible, token_count * i / count, token_count * (i + 1) / count);
         if (count > 1) {
             unit->output = plan->partials + plan->partial_floats;
-            unit->lse = unit->output + (size_t)whole->row_count * plan->attend->head_size_v;
-            plan->partial_floats += partial_floats;
+            unit->lse = unit->output + output_floats;
+            plan->partial_floats += output_floats + kvk_attend_unit_rows(whole);
         }
     }
 }
@@ -247,10 +250,10 @@ static void strip_part(void *context, uint32_t part, uint32_t thread)
         return;
     }
     for (uint32_t i = 1; i < strip->unit_count; i++) {
-        kvk_attend_merge(first->output, first->lse, first[i].output, first[i].lse, first->row_count,
-                         head_size);
+        kvk_attend_merge(first->output, first->lse, first[i].output, first[i].lse,
+                         kvk_attend_unit_rows(first), head_size);
     }
-    for (uint32_t row = 0; row < first->row_count; row++) {
+    for (uint32_t row = 0; row < kvk_attend_unit_rows(first); row++) {
         uint64_t item_row = kvk_attend_unit_item_row(plan->attend, first, row);
         memcpy(item->output + item_row * head_size, first->output + (size_t)row * head_size,
                head_size * sizeof(float));

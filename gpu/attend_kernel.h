@@ -37,14 +37,14 @@ struct kvk_attend_rows {
     size_t value_stride;
 };
 
-struct kvk_attend_tile {
-    const uint8_t *const *k; /* [count]: a token's K of the head */
+/* Tokens of one KV head. What is to be read of a token begins a head's offset past its pointer:
+ * the heads of a block lie at equal distances, so pointers are made once for all of them. */
+struct kvk_attend_tokens {
+    const uint8_t *const *k; /* [count] */
     const uint8_t *const *v; /* [count] */
-    uint32_t count;          /* 1 to KVK_ATTEND_TILE_TOKENS */
-    /* The tile that will come next, to be prefetched meanwhile. */
-    const uint8_t *const *ahead_k; /* [ahead_count] */
-    const uint8_t *const *ahead_v;
-    uint32_t ahead_count;
+    size_t k_offset;         /* of the head, in bytes */
+    size_t v_offset;
+    uint32_t count; /* 1 to KVK_ATTEND_TILE_TOKENS, or 0: there are none */
 };
 
 struct kvk_attend_kernel {
@@ -55,14 +55,17 @@ struct kvk_attend_kernel {
     size_t (*packed_bytes)(const struct kvk_attend *attend);
     void (*pack)(const struct kvk_attend *attend, const uint8_t *query, uint8_t *packed);
 
-    /* scores: [rows->count][KVK_ATTEND_TILE_TOKENS], aligned to 64 bytes. */
+    /* scores: [rows->count][KVK_ATTEND_TILE_TOKENS], aligned to 64 bytes. `ahead` will be worked
+     * on next; its K is fetched by score(), its V by weigh(). */
     void (*score)(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
-                  const struct kvk_attend_tile *tile, float *scores);
+                  const struct kvk_attend_tokens *tokens, const struct kvk_attend_tokens *ahead,
+                  float *scores);
     /* Scores become weights; those past the tile's end become 0. */
     void (*soften)(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
                    uint32_t token_count, float *scores);
     void (*weigh)(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
-                  const struct kvk_attend_tile *tile, const float *weights);
+                  const struct kvk_attend_tokens *tokens, const struct kvk_attend_tokens *ahead,
+                  const float *weights);
 
     /* Write a row's result, [head_size_v] values and the LSE. A row that saw nothing: 0, -inf. */
     void (*finish)(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,

@@ -32,12 +32,14 @@ static void plain_pack(const struct kvk_attend *attend, const uint8_t *query, ui
 }
 
 static void plain_score(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
-                        const struct kvk_attend_tile *tile, float *scores)
+                        const struct kvk_attend_tokens *tokens,
+                        const struct kvk_attend_tokens *ahead, float *scores)
 {
     float k[KVK_HEAD_SIZE_MAX];
 
-    for (uint32_t token = 0; token < tile->count; token++) {
-        widen(attend->format_k, tile->k[token], attend->head_size_k, k);
+    (void)ahead;
+    for (uint32_t token = 0; token < tokens->count; token++) {
+        widen(attend->format_k, tokens->k[token] + tokens->k_offset, attend->head_size_k, k);
         for (uint32_t row = 0; row < rows->count; row++) {
             const float *q =
                 (const float *)(const void *)(rows->queries + row * rows->query_stride_bytes);
@@ -88,12 +90,15 @@ static void plain_soften(const struct kvk_attend *attend, const struct kvk_atten
 }
 
 static void plain_weigh(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
-                        const struct kvk_attend_tile *tile, const float *weights)
+                        const struct kvk_attend_tokens *tokens,
+                        const struct kvk_attend_tokens *ahead, const float *weights)
 {
     float v[KVK_HEAD_SIZE_MAX];
 
-    for (uint32_t token = 0; token < tile->count; token++) {
-        widen(kvk_attend_value_format(attend), tile->v[token], attend->head_size_v, v);
+    (void)ahead;
+    for (uint32_t token = 0; token < tokens->count; token++) {
+        widen(kvk_attend_value_format(attend), tokens->v[token] + tokens->v_offset,
+              attend->head_size_v, v);
         for (uint32_t row = 0; row < rows->count; row++) {
             float weight = weights[row * KVK_ATTEND_TILE_TOKENS + token];
             float *values = rows->values + row * rows->value_stride;

@@ -10,7 +10,7 @@ struct tile {
     uint32_t count; /* 0: there are no more */
     bool windowed;  /* the window binds these: they are not the sinks */
     uint64_t positions[KVK_ATTEND_TILE_TOKENS];
-    const uint8_t *k[KVK_ATTEND_TILE_TOKENS];
+    const uint8_t *k[KVK_ATTEND_TILE_TOKENS]; /* of the unit's first head */
     const uint8_t *v[KVK_ATTEND_TILE_TOKENS];
 };
 
@@ -21,7 +21,9 @@ struct run {
     const struct kvk_attend_unit *unit;
     const struct kvk_attend_item *item;
     uint32_t group; /* query heads per KV head */
-    struct kvk_attend_rows rows;
+    size_t k_bytes; /* of a token of a head */
+    size_t v_bytes;
+    struct kvk_attend_rows rows;    /* of all heads */
     float *scores;                  /* [row_count][KVK_ATTEND_TILE_TOKENS] */
     struct kvk_attend_visible left; /* what no tile was made of yet */
 };
@@ -47,10 +49,10 @@ uint64_t kvk_attend_unit_item_row(const struct kvk_attend *attend,
                                   const struct kvk_attend_unit *unit, uint32_t row)
 {
     uint32_t group = group_of(attend);
-    uint64_t query = (unit->first_row + row) / group;
-    uint64_t head = (uint64_t)unit->kv_head * group + (unit->first_row + row) % group;
+    uint64_t head_row = unit->first_row + row % unit->row_count;
+    uint64_t kv_head = unit->first_head + row / unit->row_count;
 
-    return query * attend->query_heads + head;
+    return head_row / group * attend->query_heads + kv_head * group + head_row % group;
 }
 
 /* ---- Scratch memory ---- */
@@ -76,7 +78,7 @@ size_t kvk_attend_unit_scratch_bytes(const struct kvk_attend_kernel *kernel,
 static void run_init(struct run *run, uint8_t *scratch)
 {
     struct kvk_attend_rows *rows = &run->rows;
-    uint32_t count = run->unit->row_count;
+    uint32_t count = kvk_attend_unit_rows(run->unit);
 
     KVK_ASSERT((uintptr_t)scratch % 64 == 0);
     rows->count = count;
@@ -114,21 +116,18 @@ static void tile_add(const struct run *run, struct tile *tile, uint64_t first, u
     uint64_t slot = first - run->item->first_token;
     const uint8_t *page = run->item->pages[slot / attend->block_tokens];
     uint64_t token_row =
-        (uint64_t)run->unit->kv_head * attend->block_tokens + slot % attend->block_tokens;
-    size_t k_bytes = attend->head_size_k * kvk_format_bytes(attend->format_k);
-    size_t v_bytes =
-        attend->latent ? k_bytes : attend->head_size_v * kvk_format_bytes(attend->format_v);
+        (uint64_t)run->unit->first_head * attend->block_tokens + slot % attend->block_tokens;
     uint64_t v_offset = attend->latent ? attend->k_offset : attend->v_offset;
 
     if (page == NULL) {
         return;
     }
-    const uint8_t *k = page + attend->k_offset + token_row * k_bytes;
-    const uint8_t *v = page + v_offset + token_row * v_bytes;
+    const uint8_t *k = page + attend->k_offset + token_row * run->k_bytes;
+    const uint8_t *v = page + v_offset + token_row * run->v_bytes;
     for (uint32_t i = 0; i < count; i++) {
         tile->positions[tile->count + i] = first + i;
-        tile->k[tile->count + i] = k + i * k_bytes;
-        tile->v[tile->count + i] = v + i * v_bytes;
+        tile->k[tile->count + i] = k + i * run->k_bytes;
+        tile->v[tile->count + i] = v + i * run->v_bytes;
     }
     tile->count += count;
 }
@@ -183,9 +182,22 @@ static struct mask tile_mask(const struct run *run, const struct tile *tile, uin
     return mask;
 }
 
-/* Fold the tokens of a mask into rows that all see them. */
+/* The tokens of a tile as head `head` of the unit has them. */
+static struct kvk_attend_tokens tile_tokens(const struct run *run, const struct tile *tile,
+                                            uint32_t head, struct mask mask)
+{
+    return (struct kvk_attend_tokens){
+        .k = tile->k + mask.begin,
+        .v = tile->v + mask.begin,
+        .k_offset = (size_t)head * run->attend->block_tokens * run->k_bytes,
+        .v_offset = (size_t)head * run->attend->block_tokens * run->v_bytes,
+        .count = mask.end - mask.begin,
+    };
+}
+
+/* Fold tokens into rows that all see them. */
 static void rows_fold(const struct run *run, uint32_t first_row, uint32_t row_count,
-                      const struct tile *tile, struct mask mask, const struct tile *ahead)
+                      const struct kvk_attend_tokens *tokens, const struct kvk_attend_tokens *ahead)
 {
     const struct kvk_attend_rows rows = {
         .count = row_count,
@@ -196,32 +208,27 @@ static void rows_fold(const struct run *run, uint32_t first_row, uint32_t row_co
         .values = run->rows.values + first_row * run->rows.value_stride,
         .value_stride = run->rows.value_stride,
     };
-    const struct kvk_attend_tile tokens = {
-        .k = tile->k + mask.begin,
-        .v = tile->v + mask.begin,
-        .count = mask.end - mask.begin,
-        .ahead_k = ahead->k,
-        .ahead_v = ahead->v,
-        .ahead_count = ahead->count,
-    };
 
-    run->kernel->score(run->attend, &rows, &tokens, run->scores);
-    run->kernel->soften(run->attend, &rows, tokens.count, run->scores);
-    run->kernel->weigh(run->attend, &rows, &tokens, run->scores);
+    run->kernel->score(run->attend, &rows, tokens, ahead, run->scores);
+    run->kernel->soften(run->attend, &rows, tokens->count, run->scores);
+    run->kernel->weigh(run->attend, &rows, tokens, ahead, run->scores);
 }
 
 /*
- * Rows of which each sees the same tokens go together: in most tiles all of them. Masked tokens
- * are left out rather than weighed with 0, since 0 times a NaN is a NaN.
+ * Fold a tile into the rows of one head. Rows of which each sees the same tokens go together: in
+ * most tiles all of them. Masked tokens are left out rather than weighed with 0, since 0 times a
+ * NaN is a NaN.
  */
-static void tile_fold(const struct run *run, const struct tile *tile, const struct tile *ahead)
+static void head_fold(const struct run *run, uint32_t head, const struct tile *tile,
+                      const struct kvk_attend_tokens *ahead)
 {
+    uint32_t row_count = run->unit->row_count;
     uint32_t row = 0;
 
-    while (row < run->unit->row_count) {
+    while (row < row_count) {
         struct mask mask = tile_mask(run, tile, row);
         uint32_t end_row = row + 1;
-        while (end_row < run->unit->row_count) {
+        while (end_row < row_count) {
             struct mask other = tile_mask(run, tile, end_row);
             if (other.begin != mask.begin || other.end != mask.end) {
                 break;
@@ -229,9 +236,21 @@ static void tile_fold(const struct run *run, const struct tile *tile, const stru
             end_row++;
         }
         if (mask.begin < mask.end) {
-            rows_fold(run, row, end_row - row, tile, mask, ahead);
+            struct kvk_attend_tokens tokens = tile_tokens(run, tile, head, mask);
+            rows_fold(run, head * row_count + row, end_row - row, &tokens, ahead);
         }
         row = end_row;
+    }
+}
+
+static void tile_fold(const struct run *run, const struct tile *tile, const struct tile *next)
+{
+    for (uint32_t head = 0; head < run->unit->head_count; head++) {
+        bool last = head + 1 == run->unit->head_count;
+        const struct tile *ahead_tile = last ? next : tile;
+        struct kvk_attend_tokens ahead =
+            tile_tokens(run, ahead_tile, last ? 0 : head + 1, (struct mask){0, ahead_tile->count});
+        head_fold(run, head, tile, &ahead);
     }
 }
 
@@ -245,11 +264,16 @@ void kvk_attend_unit_run(const struct kvk_attend_kernel *kernel, const struct kv
         .unit = unit,
         .item = item,
         .group = group_of(attend),
+        .k_bytes = attend->head_size_k * kvk_format_bytes(attend->format_k),
+        .v_bytes = attend->head_size_v * kvk_format_bytes(attend->format_v),
         .left = unit->visible,
     };
     struct tile tiles[2];
     uint32_t now = 0;
 
+    if (attend->latent) {
+        run.v_bytes = run.k_bytes;
+    }
     run_init(&run, scratch);
     tile_next(&run, &tiles[now]);
     while (tiles[now].count > 0) {
@@ -257,7 +281,7 @@ void kvk_attend_unit_run(const struct kvk_attend_kernel *kernel, const struct kv
         tile_fold(&run, &tiles[now], &tiles[1 - now]);
         now = 1 - now;
     }
-    for (uint32_t row = 0; row < unit->row_count; row++) {
+    for (uint32_t row = 0; row < run.rows.count; row++) {
         uint64_t item_row = kvk_attend_unit_item_row(attend, unit, row);
         float *output = item->output + item_row * attend->head_size_v;
         float *lse = item->lse + item_row;

@@ -1,8 +1,10 @@
 /*
- * A unit of attention: some rows of one item and KV head over one range of what they see.
+ * A unit of attention: some rows of one item and some KV heads over one range of what they see.
  *
  * A row is a query of one head; the rows of an item and KV head are numbered query by query, so
  * that the query heads that share a KV head lie side by side and its K/V is read once for them.
+ * KV heads go together, as many as fit, because a block holds all of its heads: going through it
+ * in one go is easy on page tables and on memory.
  */
 #ifndef KVK_GPU_ATTEND_UNIT_H
 #define KVK_GPU_ATTEND_UNIT_H
@@ -16,19 +18,26 @@
 
 struct kvk_attend_unit {
     uint32_t item;
-    uint32_t kv_head;
-    uint64_t first_row;
-    uint32_t row_count;                /* 1 to KVK_ATTEND_ROWS_MAX */
+    uint32_t first_head; /* KV heads */
+    uint32_t head_count;
+    uint64_t first_row;                /* of each head */
+    uint32_t row_count;                /* of each head; of all together 1 to KVK_ATTEND_ROWS_MAX */
     struct kvk_attend_visible visible; /* what this unit goes over; the rows may see less of it */
-    float *output; /* [row_count][head_size_v], where the unit is one of several; or NULL */
-    float *lse;    /* [row_count], likewise */
+    float *output; /* [head_count][row_count][head_size_v], where it is one of several; or NULL */
+    float *lse;    /* [head_count][row_count], likewise */
 };
+
+/* Rows of all heads, in order: row `r` is row r % row_count of head r / row_count. */
+static inline uint32_t kvk_attend_unit_rows(const struct kvk_attend_unit *unit)
+{
+    return unit->head_count * unit->row_count;
+}
 
 /* What the rows see, whole; the plan cuts it. */
 struct kvk_attend_visible kvk_attend_unit_visible(const struct kvk_attend *attend,
                                                   const struct kvk_attend_unit *unit);
 
-/* Where row `row` of [query_count x query_heads] of the item is. */
+/* Which row of the item's [query_count x query_heads] the unit's row `row` is. */
 uint64_t kvk_attend_unit_item_row(const struct kvk_attend *attend,
                                   const struct kvk_attend_unit *unit, uint32_t row);
 

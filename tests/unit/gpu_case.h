@@ -242,9 +242,10 @@ static inline double gpu_case_lse_error(const struct gpu_case *test)
                 continue;
             }
             double error = fabs(found - wanted) / fmax(1, fabs(wanted));
-            if (!(error <= worst)) {
-                worst = error;
+            if (isnan(error)) {
+                return NAN;
             }
+            worst = fmax(worst, error);
         }
     }
     return worst;
