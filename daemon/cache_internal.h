@@ -106,9 +106,13 @@ struct kvk_space {
 struct kvk_sequence_group {
     uint32_t root;        /* KVK_ROOT_NONE until needed; one reference, ours */
     uint32_t *blocks;     /* [capacity]; KVK_BLOCK_NONE: let go by the window. Ours */
+    uint8_t *pins;        /* [capacity]: tier + 1 of our copy pin of it, 0: none. Ours */
     uint32_t block_count; /* ceil(length / block_tokens) */
     uint32_t block_capacity;
     uint32_t window_block;    /* first block past the sinks that is still held */
+    uint32_t keep_block;      /* first block past the sinks that a query after what is settled sees:
+                                 [window_block, keep_block) are held only for attention of the
+                                 tokens that were settled last */
     struct kvk_cursor cursor; /* how far its chain is indexed; the block there is anchored */
     bool detached;            /* what it hangs from was invalidated: nothing more is indexed,
                                  and the cursor (at the root again) anchors nothing. May be set
@@ -141,8 +145,15 @@ struct kvk_sequence {
     uint64_t cached;
     uint64_t sealed;                           /* the least of rank_sealed */
     uint64_t rank_sealed[KVK_SHARD_COUNT_MAX]; /* [space.rank_count] */
-    uint64_t growth_tokens;                    /* room still kept for it */
-    uint64_t growth_bytes;                     /* as counted in cache.tiers[home].growth_bytes */
+    uint64_t whole_blocks;  /* blocks below are sealed (and, unless detached, indexed) */
+    uint64_t shared_tokens; /* unsealed blocks below may be shared with a fork */
+    uint32_t writers;       /* kvk_sequence_write() calls that copy now: in all, and by rank */
+    uint16_t rank_writers[KVK_SHARD_COUNT_MAX];
+    uint32_t fork_index;    /* 0: opened; else which child of its Fork, from 1 */
+    bool cut_wanted;        /* a rank ended while it was busy: that call cuts it back */
+    bool marked;            /* within one call: this id was named before */
+    uint64_t growth_tokens; /* room still kept for it */
+    uint64_t growth_bytes;  /* as counted in cache.tiers[home].growth_bytes */
     struct kvk_sequence_group groups[KVK_GROUP_COUNT_MAX];
     struct kvk_last_change last;
     struct kvk_request_id request_id;
