@@ -162,7 +162,9 @@ static void connection_unlink(struct kvk_connections *connections,
 static void connection_close(struct kvk_server *server, struct kvk_connection *connection)
 {
     struct kvk_connections *connections = &server->connections;
-    (void)close(connection->watch_fd); /* leaves the epoll set with it */
+    /* Closing alone would not end the watch: gRPC's descriptor is of the same open socket. */
+    (void)epoll_ctl(connections->epoll_fd, EPOLL_CTL_DEL, connection->watch_fd, NULL);
+    (void)close(connection->watch_fd);
     connection->watch_fd = -1;
     table_clear(connections, connection);
     connection_unlink(connections, connection);

@@ -409,13 +409,14 @@ static void call_new(struct kvk_tag *tag, bool ok)
 }
 
 /*
- * One message, or none. None with `ok` is the client's orderly end; without, or after a cancel, it
- * is a loss, which tag_close tells of.
+ * One message, or none. None may be the client's orderly end or the loss of it, which reach us alike
+ * but for what gRPC remembers of it; of a loss tag_close tells.
  */
 static void call_received(struct kvk_tag *tag, bool ok)
 {
     struct kvk_call *call = CALL_OF(tag_receive, tag);
     bool message = ok && call->received != NULL;
+    bool lost = !ok || grpc_call_failed_before_recv_message(call->call) != 0;
     kvk_lock(&call->lock);
     call->receiving = false;
     if (!message) {
@@ -424,7 +425,7 @@ static void call_received(struct kvk_tag *tag, bool ok)
     kvk_unlock(&call->lock);
     if (message) {
         kvk_call_post(call, KVK_EVENT_MESSAGE);
-    } else if (ok) {
+    } else if (!lost) {
         kvk_call_post(call, KVK_EVENT_HALF_CLOSE);
     }
     kvk_call_release(call);
