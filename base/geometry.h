@@ -52,7 +52,7 @@ struct kvk_geometry {
     enum kvk_format format_v;
     enum kvk_layout layout;
     enum kvk_attention attention;
-    uint32_t tensor_shards;   /* heads are dealt out; fewer heads than ranks: each has one, copied */
+    uint32_t tensor_shards; /* heads are dealt out; fewer heads than ranks: each has one, copied */
     uint32_t pipeline_shards; /* layers are dealt out; the first ranks take the rest */
     bool latent;              /* V is a view of K; one copy serves all tensor ranks */
     uint32_t window;          /* tokens that a query sees back, itself counted; 0: all */

@@ -36,30 +36,30 @@ enum kvk_status {
 /* Why, typed. Values travel in KvkeepError of the API: never renumber, only add. */
 enum kvk_cause {
     KVK_CAUSE_NONE = 0,
-    KVK_CAUSE_FIELD = 1,             /* the named field is malformed or past its limit */
-    KVK_CAUSE_POOL_ACTIVE = 2,       /* active sequences fill the pool */
-    KVK_CAUSE_POOL_LEASED = 3,       /* leases hold what could be evicted */
-    KVK_CAUSE_TENANT_LIMIT = 4,      /* over a limit of the tenant */
-    KVK_CAUSE_GROWTH_RESERVED = 5,   /* the room is kept for growth of running sequences */
-    KVK_CAUSE_SLABS_SCATTERED = 6,   /* free bytes enough, but in no slab of this geometry */
-    KVK_CAUSE_COPIES_IN_FLIGHT = 7,  /* the room is being copied from or to; comes soon */
-    KVK_CAUSE_QUARANTINE = 8,        /* a live process may still write to the room */
-    KVK_CAUSE_TOO_LARGE = 9,         /* larger than the whole pool: never retry */
-    KVK_CAUSE_QUEUE_FULL = 10,       /* a bounded queue is full */
-    KVK_CAUSE_LENGTH_MISMATCH = 11,  /* the expected length is not the sequence's */
-    KVK_CAUSE_SWAPPED_OUT = 12,      /* the sequence is swapped out */
-    KVK_CAUSE_GRANT_UNWRITTEN = 13,  /* a granted range is not sealed yet */
-    KVK_CAUSE_WINDOW_GONE = 14,      /* the window has let go of what this would need */
-    KVK_CAUSE_LEASE_EXPIRED = 15,    /* the lease's time is over */
-    KVK_CAUSE_SESSION_ENDED = 16,    /* the session or instance that owned it has ended */
-    KVK_CAUSE_NOT_OWNER = 17,        /* another instance or tenant owns it */
+    KVK_CAUSE_FIELD = 1,              /* the named field is malformed or past its limit */
+    KVK_CAUSE_POOL_ACTIVE = 2,        /* active sequences fill the pool */
+    KVK_CAUSE_POOL_LEASED = 3,        /* leases hold what could be evicted */
+    KVK_CAUSE_TENANT_LIMIT = 4,       /* over a limit of the tenant */
+    KVK_CAUSE_GROWTH_RESERVED = 5,    /* the room is kept for growth of running sequences */
+    KVK_CAUSE_SLABS_SCATTERED = 6,    /* free bytes enough, but in no slab of this geometry */
+    KVK_CAUSE_COPIES_IN_FLIGHT = 7,   /* the room is being copied from or to; comes soon */
+    KVK_CAUSE_QUARANTINE = 8,         /* a live process may still write to the room */
+    KVK_CAUSE_TOO_LARGE = 9,          /* larger than the whole pool: never retry */
+    KVK_CAUSE_QUEUE_FULL = 10,        /* a bounded queue is full */
+    KVK_CAUSE_LENGTH_MISMATCH = 11,   /* the expected length is not the sequence's */
+    KVK_CAUSE_SWAPPED_OUT = 12,       /* the sequence is swapped out */
+    KVK_CAUSE_GRANT_UNWRITTEN = 13,   /* a granted range is not sealed yet */
+    KVK_CAUSE_WINDOW_GONE = 14,       /* the window has let go of what this would need */
+    KVK_CAUSE_LEASE_EXPIRED = 15,     /* the lease's time is over */
+    KVK_CAUSE_SESSION_ENDED = 16,     /* the session or instance that owned it has ended */
+    KVK_CAUSE_NOT_OWNER = 17,         /* another instance or tenant owns it */
     KVK_CAUSE_IDENTITY_MISMATCH = 18, /* the space exists with another geometry */
-    KVK_CAUSE_CHECKSUM = 19,         /* the bytes are not those that were sealed */
-    KVK_CAUSE_INVALIDATED = 20,      /* an invalidation took it away */
-    KVK_CAUSE_DRAINING = 21,         /* the daemon is shutting down */
-    KVK_CAUSE_NOT_MAPPED = 22,       /* memory that this call needs is not mapped here */
-    KVK_CAUSE_LIMIT = 23,            /* a count of the configuration is reached */
-    KVK_CAUSE_BUSY = 24,             /* another call works on the same sequence */
+    KVK_CAUSE_CHECKSUM = 19,          /* the bytes are not those that were sealed */
+    KVK_CAUSE_INVALIDATED = 20,       /* an invalidation took it away */
+    KVK_CAUSE_DRAINING = 21,          /* the daemon is shutting down */
+    KVK_CAUSE_NOT_MAPPED = 22,        /* memory that this call needs is not mapped here */
+    KVK_CAUSE_LIMIT = 23,             /* a count of the configuration is reached */
+    KVK_CAUSE_BUSY = 24,              /* another call works on the same sequence */
 };
 
 #define KVK_ERROR_FIELD_SIZE 64
@@ -69,9 +69,9 @@ enum kvk_cause {
 struct kvk_error {
     enum kvk_status status;
     enum kvk_cause cause;
-    uint64_t value;          /* what was asked or found, where a number says it */
-    uint64_t limit;          /* the limit that it met; 0: none */
-    uint64_t retry_after_ms; /* 0: trying again will not help, or at once */
+    uint64_t value;                   /* what was asked or found, where a number says it */
+    uint64_t limit;                   /* the limit that it met; 0: none */
+    uint64_t retry_after_ms;          /* 0: trying again will not help, or at once */
     char field[KVK_ERROR_FIELD_SIZE]; /* the request's or configuration's field, "" if none */
     char text[KVK_ERROR_TEXT_SIZE];   /* one sentence, no tokens, no tenant's data */
 };

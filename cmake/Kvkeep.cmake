@@ -47,7 +47,8 @@ function(kvk_criterion_test file)
     set_tests_properties(${folder}/${stem} PROPERTIES TIMEOUT 300 LABELS ${folder})
 endfunction()
 
-# kvk_plain_test(FILE [LINK libraries…] [ARGS arguments…]): a program whose exit code is the verdict.
+# kvk_plain_test(FILE [LINK libraries…] [ARGS arguments…]): a program whose exit code is the
+# verdict.
 function(kvk_plain_test file)
     cmake_parse_arguments(TEST "" "" "LINK;ARGS" ${ARGN})
     get_filename_component(stem ${file} NAME_WE)
