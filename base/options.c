@@ -293,7 +293,7 @@ static enum kvk_status read_pair(struct reader *reader, char *text)
 
 static enum kvk_status read_line(struct reader *reader, const char *bytes, size_t size)
 {
-    char line[LINE_SIZE];
+    char line[LINE_SIZE] = {0};
     if (size > 0 && bytes[size - 1] == '\r') {
         size--;
     }

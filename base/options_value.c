@@ -128,6 +128,7 @@ void kvk_option_range(const struct kvk_option_field *field, char *text, size_t t
 static bool read_digits(const char *text, unsigned base, uint64_t *value, const char **rest,
                         char *reason, size_t reason_size)
 {
+    *rest = text;
     if (text[0] == '-') {
         return refuse(reason, reason_size, "must not be negative");
     }
