@@ -1,0 +1,306 @@
+#include "daemon/lookup.h"
+
+#include <string.h>
+
+#include "base/assert.h"
+#include "daemon/cache_internal.h"
+
+#define DEVICE_BIT (1U << KVK_TIER_DEVICE)
+
+uint64_t kvk_policy_now(const struct kvk_cache *cache)
+{
+    return cache->policy_ns != 0 ? cache->policy_ns : kvk_clock_now(cache->clock);
+}
+
+/* ---- What a query sees ---- */
+
+/* Blocks [0, sinks) and [first, blocks) are seen by a query after `blocks` blocks. */
+struct seen {
+    uint64_t sinks;
+    uint64_t first;
+};
+
+static struct seen seen_after(const struct kvk_group *group, uint64_t blocks)
+{
+    const struct kvk_geometry *geometry = &group->geometry;
+    if (!group->windowed) {
+        return (struct seen){0};
+    }
+    uint64_t sinks =
+        ((uint64_t)geometry->sinks + geometry->block_tokens - 1) / geometry->block_tokens;
+    uint64_t start = kvk_geometry_window_start(geometry, blocks * geometry->block_tokens);
+    struct seen seen = {
+        .sinks = sinks < blocks ? sinks : blocks,
+        .first = start / geometry->block_tokens,
+    };
+    if (seen.first < seen.sinks) {
+        seen.first = seen.sinks;
+    }
+    return seen;
+}
+
+bool kvk_group_sees(const struct kvk_group *group, uint64_t blocks, uint64_t index)
+{
+    struct seen seen = seen_after(group, blocks);
+    return index < blocks && (index < seen.sinks || index >= seen.first);
+}
+
+/* ---- The boundary ---- */
+
+/* The first block of [0, count) without bytes; count where there is none. */
+static uint64_t first_hole(const uint8_t *tiers, uint64_t count)
+{
+    const uint8_t *hole = count == 0 ? NULL : memchr(tiers, 0, count);
+    return hole == NULL ? count : (uint64_t)(hole - tiers);
+}
+
+/*
+ * Lower `boundary` until the window before it has bytes. `*whole_from` is how far back from the
+ * boundary that is known already, so that all calls together look at each block once.
+ */
+static uint64_t window_boundary(const struct kvk_group *group, const uint8_t *tiers,
+                                uint64_t boundary, uint64_t *whole_from)
+{
+    if (*whole_from > boundary) {
+        *whole_from = boundary;
+    }
+    for (;;) {
+        struct seen seen = seen_after(group, boundary);
+        if (*whole_from <= seen.first) {
+            return boundary;
+        }
+        const uint8_t *hole = memrchr(tiers + seen.first, 0, *whole_from - seen.first);
+        if (hole == NULL) {
+            *whole_from = seen.first;
+            return boundary;
+        }
+        /* Every boundary above the hole, down to here, sees it. */
+        boundary = (uint64_t)(hole - tiers);
+        *whole_from = boundary;
+    }
+}
+
+/* The longest boundary up to `limit` where every group has what a query from there sees. */
+static uint64_t boundary_find(const struct kvk_cache *cache, const struct kvk_space *space,
+                              uint64_t limit)
+{
+    for (uint32_t g = 0; g < space->group_count; g++) {
+        const struct kvk_group *group = space->groups[g];
+        struct seen seen = seen_after(group, limit);
+        uint64_t needed = group->windowed ? seen.sinks : limit;
+        uint64_t hole = first_hole(cache->path_tiers[g], needed);
+        limit = hole < needed ? hole : limit;
+    }
+    uint64_t whole_from[KVK_GROUP_COUNT_MAX];
+    for (uint32_t g = 0; g < space->group_count; g++) {
+        whole_from[g] = limit;
+    }
+    /* One group may lower the boundary to where another has no bytes: until all agree. */
+    uint64_t boundary = limit;
+    uint64_t before;
+    do {
+        before = boundary;
+        for (uint32_t g = 0; g < space->group_count; g++) {
+            if (space->groups[g]->windowed) {
+                boundary = window_boundary(space->groups[g], cache->path_tiers[g], boundary,
+                                           &whole_from[g]);
+            }
+        }
+    } while (boundary != before);
+    return boundary;
+}
+
+uint64_t kvk_prefix_limit(const struct kvk_space *space, const struct kvk_prompt *prompt,
+                          bool leave_last)
+{
+    uint64_t tokens = prompt->token_count;
+    if (leave_last && tokens > 0) {
+        tokens--;
+    }
+    return tokens < space->lookup_min_tokens ? 0 : tokens;
+}
+
+void kvk_prefix_find(struct kvk_cache *cache, struct kvk_space *space,
+                     const uint32_t roots[KVK_GROUP_COUNT_MAX], const struct kvk_prompt *prompt,
+                     uint64_t token_limit, struct kvk_prefix *prefix)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    KVK_ASSERT(token_limit <= prompt->token_count);
+    *prefix = (struct kvk_prefix){0};
+    uint64_t limit = token_limit / space->block_tokens;
+    if (limit > cache->path_capacity) {
+        limit = cache->path_capacity;
+    }
+    for (uint32_t g = 0; g < space->group_count && limit > 0; g++) {
+        if (roots[g] == KVK_ROOT_NONE) {
+            limit = 0;
+            break;
+        }
+        const struct kvk_content content = {
+            .tokens = prompt->tokens,
+            .token_count = limit * space->block_tokens,
+            .spans = prompt->spans,
+            .span_count = prompt->span_count,
+        };
+        struct kvk_match match = {
+            .cursor = {.root = roots[g], .block = KVK_BLOCK_NONE},
+            .path = cache->path[g],
+            .tiers = cache->path_tiers[g],
+            .path_capacity = limit,
+        };
+        kvk_index_match(cache->index, &content, &match);
+        prefix->known[g] = match.path_count;
+        prefix->hashed_bytes += match.hashed_bytes;
+        /* No boundary lies past what one group knows: the others need not go further. */
+        limit = match.path_count;
+    }
+    prefix->blocks = boundary_find(cache, space, limit);
+    cache->stats.hashed_bytes += prefix->hashed_bytes;
+}
+
+/*
+ * The prefix of a prompt, for calls that keep nothing. The roots are ours for the time of the walk
+ * alone: an unknown salt leaves nothing behind. Where there is no room for a root, none of its
+ * blocks can be known.
+ */
+static void prefix_look(struct kvk_cache *cache, struct kvk_space *space,
+                        const struct kvk_prompt *prompt, uint64_t token_limit,
+                        struct kvk_prefix *prefix)
+{
+    uint32_t roots[KVK_GROUP_COUNT_MAX];
+    *prefix = (struct kvk_prefix){0};
+    if (token_limit < space->block_tokens ||
+        kvk_space_roots(cache, space, prompt->salt, prompt->salt_size, roots, NULL) != KVK_OK) {
+        return;
+    }
+    kvk_prefix_find(cache, space, roots, prompt, token_limit, prefix);
+    kvk_space_roots_release(cache, space, roots);
+}
+
+/* ---- Counting ---- */
+
+void kvk_prefix_count(struct kvk_cache *cache, struct kvk_space *space, uint64_t query_tokens,
+                      uint64_t hit_tokens, bool retry)
+{
+    KVK_ASSERT(hit_tokens <= query_tokens);
+    if (retry) {
+        cache->stats.retries++;
+        return;
+    }
+    cache->stats.lookups++;
+    cache->stats.lookup_tokens += query_tokens;
+    cache->stats.hit_tokens += hit_tokens;
+    space->queries++;
+    space->query_tokens += query_tokens;
+    space->hit_tokens += hit_tokens;
+}
+
+static void use_range(struct kvk_cache *cache, const struct kvk_space *space, uint32_t g,
+                      uint64_t first, uint64_t end)
+{
+    const struct kvk_group *group = space->groups[g];
+    uint64_t now = kvk_policy_now(cache);
+    for (uint64_t i = end; i > first; i--) {
+        if (cache->path_tiers[g][i - 1] != 0) {
+            kvk_evict_use(cache->evict, kvk_index_block(cache->index, cache->path[g][i - 1]),
+                          group->windowed, cache->stamp, now);
+        }
+    }
+}
+
+void kvk_prefix_use(struct kvk_cache *cache, struct kvk_space *space,
+                    const struct kvk_prefix *prefix)
+{
+    cache->stamp++;
+    for (uint32_t g = 0; g < space->group_count; g++) {
+        struct seen seen = seen_after(space->groups[g], prefix->blocks);
+        use_range(cache, space, g, seen.first, prefix->blocks);
+        use_range(cache, space, g, 0, seen.sinks);
+    }
+}
+
+/* ---- The calls ---- */
+
+static uint64_t count_off_device(const uint8_t *tiers, uint64_t first, uint64_t end)
+{
+    uint64_t count = 0;
+    for (uint64_t i = first; i < end; i++) {
+        count += (tiers[i] & DEVICE_BIT) == 0;
+    }
+    return count;
+}
+
+/* Bytes that would have to come to the device for a query from the boundary. */
+static uint64_t bytes_to_load(const struct kvk_cache *cache, const struct kvk_space *space,
+                              uint64_t boundary)
+{
+    if (cache->tiers[KVK_TIER_DEVICE].device == NULL) {
+        return 0;
+    }
+    uint64_t bytes = 0;
+    for (uint32_t g = 0; g < space->group_count; g++) {
+        const uint8_t *tiers = cache->path_tiers[g];
+        struct seen seen = seen_after(space->groups[g], boundary);
+        uint64_t blocks =
+            count_off_device(tiers, 0, seen.sinks) + count_off_device(tiers, seen.first, boundary);
+        bytes += blocks * space->groups[g]->block_bytes;
+    }
+    return bytes;
+}
+
+static void lookup_answer(struct kvk_cache *cache, struct kvk_space *space,
+                          const struct kvk_prefix *prefix, struct kvk_lookup_reply *reply)
+{
+    uint64_t boundary = prefix->blocks;
+    reply->cached_tokens = boundary * space->block_tokens;
+    reply->host_tokens = count_off_device(cache->path_tiers[0], 0, boundary) * space->block_tokens;
+    reply->device_tokens = reply->cached_tokens - reply->host_tokens;
+    uint64_t bytes = bytes_to_load(cache, space, boundary);
+    reply->load_ns = bytes == 0 ? 0 : kvk_tier_load_ns(cache, bytes);
+    reply->recompute_ns = kvk_space_recompute_ns(space, 0, reply->cached_tokens);
+    reply->hashed_bytes = prefix->hashed_bytes;
+}
+
+enum kvk_status kvk_lookup(struct kvk_cache *cache, const struct kvk_caller *caller,
+                           const struct kvk_lookup_request *request, struct kvk_lookup_reply *reply,
+                           struct kvk_error *error)
+{
+    struct kvk_space *space;
+    *reply = (struct kvk_lookup_reply){0};
+    kvk_lock(&cache->lock);
+    enum kvk_status status = kvk_space_find(cache, caller, request->space_id, &space, error);
+    if (status == KVK_OK) {
+        uint64_t begun_ns = kvk_clock_now(cache->clock);
+        struct kvk_prefix prefix;
+        prefix_look(cache, space, &request->prompt,
+                    kvk_prefix_limit(space, &request->prompt, request->leave_last), &prefix);
+        lookup_answer(cache, space, &prefix, reply);
+        kvk_prefix_count(cache, space, request->prompt.token_count, reply->cached_tokens,
+                         request->retry);
+        cache->stats.lookup_ns += kvk_clock_now(cache->clock) - begun_ns;
+    }
+    kvk_unlock(&cache->lock);
+    return status;
+}
+
+enum kvk_status kvk_touch(struct kvk_cache *cache, const struct kvk_caller *caller,
+                          uint64_t space_id, const struct kvk_prompt *prompt,
+                          uint64_t *touched_tokens, struct kvk_error *error)
+{
+    struct kvk_space *space;
+    *touched_tokens = 0;
+    kvk_lock(&cache->lock);
+    enum kvk_status status = kvk_space_find(cache, caller, space_id, &space, error);
+    if (status == KVK_OK) {
+        struct kvk_prefix prefix;
+        prefix_look(cache, space, prompt, prompt->token_count, &prefix);
+        uint64_t known = prefix.known[space->group_count - 1]; /* the least of all groups */
+        cache->stamp++;
+        for (uint32_t g = 0; g < space->group_count; g++) {
+            use_range(cache, space, g, 0, known);
+        }
+        *touched_tokens = known * space->block_tokens;
+    }
+    kvk_unlock(&cache->lock);
+    return status;
+}
