@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Install the Debian packages that building and running need, where they are missing; with --test
+# also those that only the tests use. Quiet where there is nothing to do.
+set -euo pipefail
+
+packages=(
+    cmake ninja-build gcc pkg-config
+    libgrpc-dev libprotobuf-c-dev protobuf-c-compiler protobuf-compiler
+    libxxhash-dev liblmdb-dev libssl-dev libjansson-dev zlib1g-dev libcriterion-dev
+    python3
+)
+test_packages=(clang-format clang-tidy python3-venv)
+
+if [[ "${1:-}" == "--test" ]]; then
+    packages+=("${test_packages[@]}")
+fi
+
+missing=()
+for package in "${packages[@]}"; do
+    if ! dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q "ok installed"; then
+        missing+=("$package")
+    fi
+done
+if [[ ${#missing[@]} -eq 0 ]]; then
+    exit 0
+fi
+
+as_root=()
+if [[ $(id -u) -ne 0 ]]; then
+    as_root=(sudo)
+fi
+echo "installing: ${missing[*]}"
+export DEBIAN_FRONTEND=noninteractive
+"${as_root[@]}" apt-get -qq update
+"${as_root[@]}" apt-get -qq install -y --no-install-recommends "${missing[@]}" >/dev/null

@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Build kvkeep, start a daemon of our own and show what it does: a workload of four workers that
+# checks every byte, then a small model whose whole KV cache lives in the daemon.
+#
+#     deploy/run.sh [--once]      --once: end after the runs instead of staying up
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+once=no
+if [[ "${1:-}" == "--once" ]]; then
+    once=yes
+elif [[ $# -gt 0 ]]; then
+    echo "usage: deploy/run.sh [--once]" >&2
+    exit 2
+fi
+
+deploy/packages.sh
+mkdir -p build/logs
+echo "building (build/logs/build-release.log)"
+if ! { cmake --preset release && cmake --build --preset release -j "$(nproc)"; } \
+    >build/logs/build-release.log 2>&1; then
+    tail -n 40 build/logs/build-release.log
+    exit 1
+fi
+bin=$PWD/build/release/bin
+
+# The daemon runs on its embedded default, which puts its socket into the runtime folder.
+folder=$(mktemp -d "${XDG_RUNTIME_DIR:-/tmp}/kvkeep-demo.XXXX")
+address=unix:$folder/kvkeep.sock
+XDG_RUNTIME_DIR=$folder "$bin/kvkeepd" 2>"$folder/kvkeepd.log" &
+daemon=$!
+
+finish() {
+    local status=$?
+    trap - EXIT
+    kill -TERM "$daemon" 2>/dev/null || true
+    wait "$daemon" 2>/dev/null || true
+    if [[ $status -ne 0 ]]; then
+        echo "the daemon's last lines:" >&2
+        tail -n 20 "$folder/kvkeepd.log" >&2 || true
+    fi
+    rm -rf "$folder"
+    exit "$status"
+}
+trap finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+tries=0
+until "$bin/kvkeepctl" --connect "$address" status >/dev/null 2>&1; do
+    tries=$((tries + 1))
+    if [[ $tries -ge 100 ]] || ! kill -0 "$daemon" 2>/dev/null; then
+        echo "kvkeepd did not come up" >&2
+        exit 1
+    fi
+    sleep 0.1
+done
+
+"$bin/kvkeepctl" --connect "$address" demo
+"$bin/tiny_llama" --connect "$address"
+
+if [[ $once == yes ]]; then
+    exit 0
+fi
+cat <<END
+
+kvkeepd is up at $address (Ctrl-C ends it). To go on, in another shell:
+
+    export PATH=$bin:\$PATH
+    kvkeepctl --connect $address status
+    kvkeepctl --connect $address top
+    kvkeepctl --help
+END
+trap 'echo; exit 0' INT TERM
+wait "$daemon"

@@ -1,0 +1,127 @@
+#!/usr/bin/env bash
+# Build and test everything: the dev build with all tests, static analysis, the sanitizers, threads,
+# and a worker's life from Python.
+#
+#     deploy/test.sh [--quick]      --quick: the dev build and its tests only
+#
+# The last line is "N passed, N failed" over all parts; exits with 1 if anything failed. What a part
+# printed is in build/logs/.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+quick=no
+if [[ "${1:-}" == "--quick" ]]; then
+    quick=yes
+elif [[ $# -gt 0 ]]; then
+    echo "usage: deploy/test.sh [--quick]" >&2
+    exit 2
+fi
+
+jobs=$(nproc)
+logs=build/logs
+passed=0
+failed=0
+mkdir -p "$logs"
+
+heading() {
+    printf '\n==== %s (after %d min %02d s)\n' "$1" $((SECONDS / 60)) $((SECONDS % 60))
+}
+
+# part NAME COMMAND…: run, with the output in a log; shown where it fails, counted as one test.
+part() {
+    local name=$1
+    shift
+    if "$@" >"$logs/$name.log" 2>&1; then
+        passed=$((passed + 1))
+        echo "$name: well"
+        return 0
+    fi
+    failed=$((failed + 1))
+    tail -n 60 "$logs/$name.log"
+    echo "$name: FAILED"
+    return 1
+}
+
+configure_and_build() {
+    cmake --preset "$1" -DKVK_WERROR=ON && cmake --build --preset "$1" -j "$jobs"
+}
+
+# run_ctest PRESET [arguments…]: add its figures to ours.
+run_ctest() {
+    local preset=$1 log=$logs/ctest-$1.log summary
+    shift
+    ctest --test-dir "build/$preset" --output-on-failure -j "$jobs" "$@" 2>&1 | tee "$log"
+    summary=$(sed -nE 's/^[0-9]+% tests passed, ([0-9]+) tests failed out of ([0-9]+)$/\1 \2/p' \
+        "$log" | tail -n 1)
+    if [[ -z "$summary" ]]; then
+        echo "no tests ran in $preset: FAILED"
+        failed=$((failed + 1))
+        return
+    fi
+    failed=$((failed + ${summary% *}))
+    passed=$((passed + ${summary#* } - ${summary% *}))
+}
+
+static_analysis() {
+    git ls-files '*.c' | grep -E '^(base|index|gpu|hosttier|daemon|client)/' |
+        xargs -P "$jobs" -n 4 clang-tidy --quiet -p build/dev
+}
+
+python_tests() {
+    local log=$logs/pytest.log summary count
+    if [[ ! -x build/venv/bin/pytest ]]; then
+        part venv python3 -m venv build/venv || return
+        part pip build/venv/bin/pip install --quiet grpcio grpcio-tools pytest || return
+    fi
+    KVKEEP_BIN="$PWD/build/dev/bin" build/venv/bin/pytest -q tests/e2e 2>&1 | tee "$log"
+    summary=$(tail -n 1 "$log")
+    count=$(sed -nE 's/.*\b([0-9]+) passed.*/\1/p' <<<"$summary")
+    passed=$((passed + ${count:-0}))
+    if [[ -z "$count" ]]; then
+        echo "no test passed: FAILED"
+        failed=$((failed + 1))
+    fi
+    for count in $(grep -oE '[0-9]+ (failed|error)' <<<"$summary" | cut -d' ' -f1); do
+        failed=$((failed + count))
+    done
+}
+
+heading "packages"
+if [[ $quick == yes ]]; then
+    part packages deploy/packages.sh
+else
+    part packages deploy/packages.sh --test
+fi
+
+heading "dev: build"
+if part build-dev configure_and_build dev; then
+    heading "dev: tests"
+    run_ctest dev
+fi
+
+if [[ $quick == no ]]; then
+    if [[ -d build/dev/bin ]] && compgen -G "tests/e2e/*.py" >/dev/null; then
+        heading "a worker's life from Python"
+        python_tests
+    fi
+
+    heading "static analysis"
+    part clang-tidy static_analysis
+
+    heading "asan: build with AddressSanitizer and UndefinedBehaviorSanitizer"
+    if part build-asan configure_and_build asan; then
+        heading "asan: unit tests and simulation"
+        run_ctest asan -L '^(unit|sim)$'
+    fi
+
+    heading "tsan: build with ThreadSanitizer"
+    if part build-tsan configure_and_build tsan; then
+        heading "tsan: tests of threads"
+        export TSAN_OPTIONS="halt_on_error=1 suppressions=$PWD/tests/tsan.supp"
+        run_ctest tsan -L '^stress$'
+    fi
+fi
+
+heading "done"
+echo "$passed passed, $failed failed"
+[[ $failed -eq 0 ]]
