@@ -1,0 +1,632 @@
+/*
+ * Blocks as the engine keeps them: who holds and pins them, where their copies lie, and what that
+ * makes of the counters and of the queues of victims.
+ *
+ * kvk_block_settle() is the one place that writes counters and queues. It remembers in block.flags
+ * what it has counted a block as, so that bringing the sums in line never needs to know what
+ * changed.
+ */
+#include "daemon/cache_internal.h"
+
+#include <string.h>
+
+#include "base/assert.h"
+
+/* ---- What a block is counted as, in block.flags ---- */
+
+#define COUNTED_STATE 0x07U /* enum kvk_block_state; FREE: not counted */
+#define COUNTED_BOUND(tier) (0x08U << (tier))
+#define COUNTED_KIND_SHIFT 5
+#define COUNTED_KIND 0x60U
+#define COUNTED_ALL 0x7fU
+
+_Static_assert(KVK_BLOCK_STATE_COUNT <= COUNTED_STATE + 1, "a state fits in its bits");
+_Static_assert(COUNTED_BOUND(KVK_TIER_COUNT - 1) < (1U << COUNTED_KIND_SHIFT), "so do the tiers");
+_Static_assert((KVK_BLOCK_QUARANTINED & COUNTED_ALL) == 0, "the input bit is apart");
+
+/* Why bytes are bound: one reason a block, the first that holds from below. */
+enum kind {
+    KIND_ACTIVE = 0,
+    KIND_LEASED,
+    KIND_COPYING,
+    KIND_QUARANTINE,
+};
+
+static bool is_indexed(const struct kvk_block *block)
+{
+    return block->run != UINT32_MAX;
+}
+
+static bool is_unsealed(const struct kvk_block *block)
+{
+    return block->state == KVK_BLOCK_RESERVED || block->state == KVK_BLOCK_ACTIVE;
+}
+
+static bool has_copy(const struct kvk_block *block, enum kvk_tier tier)
+{
+    return (block->tier_mask & (1U << tier)) != 0;
+}
+
+static bool is_current(const struct kvk_cache *cache, uint32_t id, const struct kvk_block *block)
+{
+    return is_indexed(block) && kvk_root_is_current(cache, kvk_index_root_of(cache->index, id));
+}
+
+static bool is_at_rest(const struct kvk_block *block)
+{
+    return block->transfer_count == 0 && block->pin_count[KVK_TIER_DEVICE] == 0 &&
+           block->pin_count[KVK_TIER_HOST] == 0;
+}
+
+/* A leaf as far as the device tier goes: leaving it strands no child there. */
+static bool is_device_leaf(const struct kvk_group *group, const struct kvk_block *block)
+{
+    return group->windowed || block->device_children == 0;
+}
+
+/* ---- Counters ---- */
+
+static enum kind kind_of(const struct kvk_block *block)
+{
+    if ((block->flags & KVK_BLOCK_QUARANTINED) != 0) {
+        return KIND_QUARANTINE;
+    }
+    if (block->transfer_count > 0) {
+        return KIND_COPYING;
+    }
+    if (block->hold_count > 0 && block->hold_count == block->lease_hold_count) {
+        return KIND_LEASED;
+    }
+    return KIND_ACTIVE;
+}
+
+/* Can the bytes in this tier not leave it, whatever is done? */
+static bool is_bound(const struct kvk_cache *cache, const struct kvk_group *group, uint32_t id,
+                     const struct kvk_block *block, enum kvk_tier tier)
+{
+    if (block->slot[tier] == KVK_SLOT_NONE) {
+        return false;
+    }
+    if (is_unsealed(block) || block->pin_count[tier] > 0 || block->transfer_count > 0) {
+        return true;
+    }
+    if (block->hold_count == 0) {
+        return false;
+    }
+    bool other_copy = (block->tier_mask & ~(1U << tier)) != 0;
+    bool may_move = tier == KVK_TIER_DEVICE && group->tiers[KVK_TIER_HOST].present &&
+                    is_current(cache, id, block);
+    return !other_copy && !may_move;
+}
+
+static uint64_t *kind_counter(struct kvk_tier_state *tier, enum kind kind)
+{
+    switch (kind) {
+    case KIND_ACTIVE:
+        return NULL; /* what is left of bound */
+    case KIND_LEASED:
+        return &tier->leased_bytes;
+    case KIND_COPYING:
+        return &tier->copying_bytes;
+    case KIND_QUARANTINE:
+        return &tier->quarantine_bytes;
+    }
+    return NULL;
+}
+
+static void bytes_sub(uint64_t *counter, uint64_t bytes)
+{
+    KVK_ASSERT(*counter >= bytes);
+    *counter -= bytes;
+}
+
+static void bound_count(struct kvk_cache *cache, const struct kvk_group *group, uint8_t flags,
+                        bool add)
+{
+    enum kind kind = (enum kind)((flags & COUNTED_KIND) >> COUNTED_KIND_SHIFT);
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+        if ((flags & COUNTED_BOUND(i)) == 0) {
+            continue;
+        }
+        struct kvk_tier_state *tier = &cache->tiers[i];
+        uint64_t *counter = kind_counter(tier, kind);
+        if (add) {
+            tier->bound_bytes += group->block_bytes;
+            if (counter != NULL) {
+                *counter += group->block_bytes;
+            }
+        } else {
+            bytes_sub(&tier->bound_bytes, group->block_bytes);
+            if (counter != NULL) {
+                bytes_sub(counter, group->block_bytes);
+            }
+        }
+    }
+}
+
+/* Count the block as `now` instead of as what its flags say. */
+static void count_as(struct kvk_cache *cache, struct kvk_group *group, struct kvk_block *block,
+                     uint8_t now)
+{
+    uint8_t before = block->flags & COUNTED_ALL;
+    if (now == before) {
+        return;
+    }
+    uint8_t state_before = before & COUNTED_STATE;
+    uint8_t state_now = now & COUNTED_STATE;
+    if (state_before != KVK_BLOCK_FREE) {
+        bytes_sub(&group->state_counts[state_before], 1);
+    }
+    if (state_now != KVK_BLOCK_FREE) {
+        group->state_counts[state_now]++;
+    }
+    bound_count(cache, group, before, false);
+    bound_count(cache, group, now, true);
+    block->flags = (uint8_t)((block->flags & ~COUNTED_ALL) | now);
+    uint8_t bound = COUNTED_BOUND(KVK_TIER_DEVICE) | COUNTED_BOUND(KVK_TIER_HOST);
+    if ((before & bound & ~now) != 0) {
+        pthread_cond_broadcast(&cache->changed); /* something may leave that could not */
+    }
+}
+
+static void count_update(struct kvk_cache *cache, struct kvk_group *group, uint32_t id,
+                         struct kvk_block *block)
+{
+    uint32_t now = block->state;
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+        if (is_bound(cache, group, id, block, (enum kvk_tier)i)) {
+            now |= COUNTED_BOUND(i);
+            now |= (uint32_t)kind_of(block) << COUNTED_KIND_SHIFT;
+        }
+    }
+    count_as(cache, group, block, (uint8_t)now);
+}
+
+/* ---- Queues ---- */
+
+static struct kvk_evict_queue *queue_for(const struct kvk_cache *cache, struct kvk_group *group,
+                                         uint32_t id, const struct kvk_block *block)
+{
+    if (!kvk_block_is_whole(block) || block->transfer_count > 0 || !is_current(cache, id, block)) {
+        return NULL;
+    }
+    bool evictable = block->state == KVK_BLOCK_EVICTABLE;
+    if (has_copy(block, KVK_TIER_DEVICE)) {
+        struct kvk_group_tier *device = &group->tiers[KVK_TIER_DEVICE];
+        if (block->pin_count[KVK_TIER_DEVICE] > 0 || !is_device_leaf(group, block)) {
+            return NULL;
+        }
+        if (has_copy(block, KVK_TIER_HOST)) {
+            return &device->clean;
+        }
+        if (evictable) {
+            return &device->queue;
+        }
+        return group->tiers[KVK_TIER_HOST].present ? &device->held : NULL;
+    }
+    bool leaves =
+        evictable && block->pin_count[KVK_TIER_HOST] == 0 && kvk_block_is_leaf(group, block);
+    return leaves ? &group->tiers[KVK_TIER_HOST].queue : NULL;
+}
+
+static void queue_leave(struct kvk_block *block, uint32_t id)
+{
+    if (block->queue != NULL) {
+        kvk_evict_queue_remove(block->queue, id);
+    }
+}
+
+static void queue_update(struct kvk_cache *cache, struct kvk_group *group, uint32_t id,
+                         struct kvk_block *block)
+{
+    struct kvk_evict_queue *wanted = queue_for(cache, group, id, block);
+    if (wanted == block->queue) {
+        return;
+    }
+    queue_leave(block, id);
+    if (wanted != NULL) {
+        kvk_evict_queue_add(wanted, id);
+    }
+}
+
+/* A child came, went, or changed its tiers. Never frees the parent: its child needs it, or whoever
+ * took the child away looks after it. */
+static void parent_update(struct kvk_cache *cache, uint32_t parent)
+{
+    if (parent != KVK_BLOCK_NONE) {
+        struct kvk_block *block = kvk_index_block(cache->index, parent);
+        queue_update(cache, kvk_group_of(cache, block), parent, block);
+    }
+}
+
+/* ---- Slots ---- */
+
+static void used_add(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier)
+{
+    struct kvk_tier_state *state = &cache->tiers[tier];
+    group->tiers[tier].used_bytes += group->block_bytes;
+    state->used_bytes += group->block_bytes;
+    state->tenant_bytes[group->space->tenant->index] += group->block_bytes;
+}
+
+/* The slot goes back to its arena. Whoever read it while it was taken sees another generation. */
+static void slot_return(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
+                        uint32_t slot)
+{
+    struct kvk_group_tier *at = &group->tiers[tier];
+    struct kvk_tier_state *state = &cache->tiers[tier];
+    uint32_t *generation = (uint32_t *)(void *)at->generations.address + slot;
+    (void)__atomic_add_fetch(generation, 1, __ATOMIC_RELEASE);
+    kvk_arena_give(&at->arena, slot);
+    bytes_sub(&at->used_bytes, group->block_bytes);
+    bytes_sub(&state->used_bytes, group->block_bytes);
+    bytes_sub(&state->tenant_bytes[group->space->tenant->index], group->block_bytes);
+    pthread_cond_broadcast(&cache->changed);
+}
+
+static void loose_end(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier)
+{
+    KVK_ASSERT(group->tiers[tier].loose_count > 0);
+    group->tiers[tier].loose_count--;
+    bytes_sub(&cache->tiers[tier].bound_bytes, group->block_bytes);
+    bytes_sub(&cache->tiers[tier].copying_bytes, group->block_bytes);
+}
+
+uint32_t kvk_slot_take(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    struct kvk_group_tier *at = &group->tiers[tier];
+    KVK_ASSERT(at->present);
+    uint32_t slot = kvk_arena_take(&at->arena);
+    if (slot == KVK_SLOT_NONE) {
+        return slot;
+    }
+    KVK_ASSERT(at->owners[slot] == 0);
+    memset(at->checksums + (size_t)slot * group->shard_count, 0,
+           group->shard_count * sizeof(*at->checksums));
+    used_add(cache, group, tier);
+    at->loose_count++;
+    cache->tiers[tier].bound_bytes += group->block_bytes;
+    cache->tiers[tier].copying_bytes += group->block_bytes;
+    return slot;
+}
+
+void kvk_slot_give(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
+                   uint32_t slot)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    KVK_ASSERT(group->tiers[tier].owners[slot] == 0);
+    loose_end(cache, group, tier);
+    slot_return(cache, group, tier, slot);
+}
+
+/* A loose slot becomes the block's. */
+static void slot_own(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
+                     uint32_t slot, uint32_t id)
+{
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    KVK_ASSERT(block->slot[tier] == KVK_SLOT_NONE);
+    KVK_ASSERT(group->tiers[tier].owners[slot] == 0);
+    loose_end(cache, group, tier);
+    group->tiers[tier].owners[slot] = id + 1;
+    block->slot[tier] = slot;
+}
+
+static void slot_disown(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
+                        uint32_t id)
+{
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    uint32_t slot = block->slot[tier];
+    KVK_ASSERT(slot != KVK_SLOT_NONE);
+    KVK_ASSERT(group->tiers[tier].owners[slot] == id + 1);
+    group->tiers[tier].owners[slot] = 0;
+    block->slot[tier] = KVK_SLOT_NONE;
+    slot_return(cache, group, tier, slot);
+}
+
+/* ---- The end of blocks ---- */
+
+/* Where whole copies lie: in the block, its run, its parent and the group's counts. */
+static void tiers_set(struct kvk_cache *cache, struct kvk_group *group, uint32_t id, uint8_t mask)
+{
+    const struct kvk_block *block = kvk_index_block(cache->index, id);
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+        uint8_t bit = (uint8_t)(1U << i);
+        if ((mask & bit) != 0 && (block->tier_mask & bit) == 0) {
+            group->tier_blocks[i]++;
+        } else if ((mask & bit) == 0 && (block->tier_mask & bit) != 0) {
+            bytes_sub(&group->tier_blocks[i], 1);
+        }
+    }
+    parent_update(cache, kvk_index_set_tiers(cache->index, id, mask));
+}
+
+static bool is_needless(const struct kvk_block *block)
+{
+    return block->state == KVK_BLOCK_HOLLOW && block->child_count == 0 && block->anchor_count == 0;
+}
+
+/* A FREE block leaves the index, and with it each hollow ancestor that only it needed. */
+static void block_end(struct kvk_cache *cache, struct kvk_group *group, uint32_t id)
+{
+    for (;;) {
+        struct kvk_block *block = kvk_index_block(cache->index, id);
+        KVK_ASSERT(block->state == KVK_BLOCK_FREE);
+        KVK_ASSERT(block->queue == NULL);
+        count_as(cache, group, block, KVK_BLOCK_FREE);
+        uint32_t parent = is_indexed(block) ? kvk_index_remove(cache->index, id) : KVK_BLOCK_NONE;
+        kvk_index_block_free(cache->index, id);
+        if (parent == KVK_BLOCK_NONE) {
+            return;
+        }
+        struct kvk_block *above = kvk_index_block(cache->index, parent);
+        if (!is_needless(above)) {
+            parent_update(cache, parent);
+            return;
+        }
+        kvk_block_step(above, KVK_BLOCK_PRUNE);
+        id = parent;
+    }
+}
+
+/* The bytes in one tier go. What that leaves of the block is the caller's to settle. */
+static void copy_remove(struct kvk_cache *cache, struct kvk_group *group, uint32_t id,
+                        enum kvk_tier tier)
+{
+    const struct kvk_block *block = kvk_index_block(cache->index, id);
+    KVK_ASSERT(has_copy(block, tier));
+    KVK_ASSERT(block->pin_count[tier] == 0);
+    KVK_ASSERT(block->transfer_count == 0);
+    tiers_set(cache, group, id, (uint8_t)(block->tier_mask & ~(1U << tier)));
+    slot_disown(cache, group, tier, id);
+}
+
+/* Every copy of a block that nobody holds goes. Its place in the index stays while it is needed. */
+static void block_forget(struct kvk_cache *cache, struct kvk_group *group, uint32_t id)
+{
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    KVK_ASSERT(block->state == KVK_BLOCK_EVICTABLE);
+    queue_leave(block, id);
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+        if (has_copy(block, (enum kvk_tier)i)) {
+            copy_remove(cache, group, id, (enum kvk_tier)i);
+        }
+    }
+    cache->stats.forgotten_blocks++;
+    kvk_block_step(block, KVK_BLOCK_EVICT);
+    if (block->state == KVK_BLOCK_HOLLOW) {
+        count_update(cache, group, id, block);
+        return;
+    }
+    block_end(cache, group, id);
+}
+
+void kvk_block_settle(struct kvk_cache *cache, uint32_t id)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    struct kvk_group *group = kvk_group_of(cache, block);
+    KVK_ASSERT(block->state != KVK_BLOCK_FREE);
+
+    if (is_needless(block)) {
+        kvk_block_step(block, KVK_BLOCK_PRUNE);
+        block_end(cache, group, id);
+        return;
+    }
+    if (block->state == KVK_BLOCK_EVICTABLE && is_at_rest(block)) {
+        if (!is_current(cache, id, block)) {
+            block_forget(cache, group, id);
+            return;
+        }
+        if (has_copy(block, KVK_TIER_DEVICE) && has_copy(block, KVK_TIER_HOST) &&
+            !is_device_leaf(group, block)) {
+            /* A second copy is kept only of what leaves the device next. */
+            queue_leave(block, id);
+            copy_remove(cache, group, id, KVK_TIER_HOST);
+        }
+    }
+    count_update(cache, group, id, block);
+    queue_update(cache, group, id, block);
+    parent_update(cache, block->parent);
+}
+
+/* ---- Holds and pins ---- */
+
+void kvk_block_hold(struct kvk_cache *cache, uint32_t id, bool leased)
+{
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    kvk_block_step(block, KVK_BLOCK_HOLD);
+    block->lease_hold_count += leased ? 1 : 0;
+    kvk_block_settle(cache, id);
+}
+
+/* The last holder of bytes that no index knows: they were never whole, or lost their place. */
+static void last_release(struct kvk_cache *cache, struct kvk_group *group, uint32_t id)
+{
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    bool unsealed = is_unsealed(block);
+    KVK_ASSERT(block->queue == NULL);
+    kvk_block_step(block, unsealed ? KVK_BLOCK_ABORT : KVK_BLOCK_DISCARD);
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+        if (block->slot[i] == KVK_SLOT_NONE) {
+            continue;
+        }
+        if (unsealed) {
+            slot_disown(cache, group, (enum kvk_tier)i, id);
+        } else {
+            copy_remove(cache, group, id, (enum kvk_tier)i);
+        }
+    }
+    block_end(cache, group, id);
+}
+
+void kvk_block_release(struct kvk_cache *cache, uint32_t id, bool leased)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    if (leased) {
+        KVK_ASSERT(block->lease_hold_count > 0);
+        block->lease_hold_count--;
+    }
+    KVK_ASSERT(block->hold_count > block->lease_hold_count);
+    if (block->hold_count == 1 && (is_unsealed(block) || !is_indexed(block))) {
+        last_release(cache, kvk_group_of(cache, block), id);
+        return;
+    }
+    kvk_block_step(block, KVK_BLOCK_RELEASE);
+    kvk_block_settle(cache, id);
+}
+
+void kvk_block_pin(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier)
+{
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    KVK_ASSERT(block->slot[tier] != KVK_SLOT_NONE);
+    KVK_ASSERT(block->hold_count > 0);
+    KVK_ASSERT(block->pin_count[tier] < UINT16_MAX);
+    block->pin_count[tier]++;
+    /* What is used on the device does not leave it soon: its second copy would only take room. */
+    if (tier == KVK_TIER_DEVICE && has_copy(block, KVK_TIER_DEVICE) &&
+        has_copy(block, KVK_TIER_HOST) && block->pin_count[KVK_TIER_HOST] == 0 &&
+        block->transfer_count == 0) {
+        queue_leave(block, id);
+        copy_remove(cache, kvk_group_of(cache, block), id, KVK_TIER_HOST);
+    }
+    kvk_block_settle(cache, id);
+}
+
+void kvk_block_unpin(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier)
+{
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    KVK_ASSERT(block->pin_count[tier] > 0);
+    block->pin_count[tier]--;
+    kvk_block_settle(cache, id);
+}
+
+void kvk_block_borrow(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier)
+{
+    cache->passing_holds++;
+    kvk_block_hold(cache, id, false);
+    kvk_block_pin(cache, id, tier);
+}
+
+void kvk_block_return(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier)
+{
+    KVK_ASSERT(cache->passing_holds > 0);
+    cache->passing_holds--;
+    kvk_block_unpin(cache, id, tier);
+    kvk_block_release(cache, id, false);
+}
+
+void kvk_block_set_quarantined(struct kvk_cache *cache, uint32_t id, bool quarantined)
+{
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    block->flags = (uint8_t)(quarantined ? block->flags | KVK_BLOCK_QUARANTINED
+                                         : block->flags & ~KVK_BLOCK_QUARANTINED);
+    kvk_block_settle(cache, id);
+}
+
+/* ---- Copies ---- */
+
+uint32_t kvk_block_create(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
+                          uint32_t slot)
+{
+    uint32_t id = kvk_index_block_alloc(cache->index, group->number);
+    if (id == KVK_BLOCK_NONE) {
+        return id;
+    }
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    kvk_block_step(block, KVK_BLOCK_RESERVE);
+    slot_own(cache, group, tier, slot, id);
+    block->pin_count[tier] = 1;
+    kvk_block_settle(cache, id);
+    return id;
+}
+
+void kvk_block_attach(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier, uint32_t slot)
+{
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    struct kvk_group *group = kvk_group_of(cache, block);
+    KVK_ASSERT(kvk_block_is_whole(block));
+    slot_own(cache, group, tier, slot, id);
+    tiers_set(cache, group, id, (uint8_t)(block->tier_mask | 1U << tier));
+    kvk_block_settle(cache, id);
+}
+
+void kvk_block_relocate(struct kvk_cache *cache, uint32_t id, enum kvk_tier target, uint32_t slot)
+{
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    struct kvk_group *group = kvk_group_of(cache, block);
+    enum kvk_tier source = kvk_block_tier(block);
+    KVK_ASSERT(is_unsealed(block));
+    KVK_ASSERT(source != target);
+    slot_own(cache, group, target, slot, id);
+    block->pin_count[target] = block->pin_count[source];
+    block->pin_count[source] = 0;
+    slot_disown(cache, group, source, id);
+    kvk_block_settle(cache, id);
+}
+
+void kvk_block_drop_copy(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier, bool evicted)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    struct kvk_group *group = kvk_group_of(cache, block);
+    KVK_ASSERT(has_copy(block, tier));
+    if (evicted) {
+        cache->stats.evictions[tier]++;
+    }
+    if (block->tier_mask == 1U << tier) {
+        KVK_ASSERT(block->hold_count == 0);
+        if (evicted) {
+            kvk_evict_forget(cache->evict, block);
+        }
+        block_forget(cache, group, id);
+        return;
+    }
+    queue_leave(block, id);
+    copy_remove(cache, group, id, tier);
+    kvk_block_settle(cache, id);
+}
+
+void kvk_block_seal(struct kvk_cache *cache, uint32_t id)
+{
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    if (block->state == KVK_BLOCK_RESERVED) {
+        kvk_block_step(block, KVK_BLOCK_WRITE); /* written by a worker, unseen by the daemon */
+    }
+    enum kvk_tier tier = kvk_block_tier(block);
+    kvk_block_step(block, KVK_BLOCK_SEAL);
+    tiers_set(cache, kvk_group_of(cache, block), id, (uint8_t)(1U << tier));
+    kvk_block_settle(cache, id);
+}
+
+void kvk_block_fill(struct kvk_cache *cache, uint32_t winner_id, uint32_t id)
+{
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    struct kvk_block *winner = kvk_index_block(cache->index, winner_id);
+    struct kvk_group *group = kvk_group_of(cache, block);
+    KVK_ASSERT(winner->arena == block->arena);
+    KVK_ASSERT(is_indexed(winner));
+    KVK_ASSERT(!is_indexed(block));
+    KVK_ASSERT(block->transfer_count == 0);
+    KVK_ASSERT(block->queue == NULL);
+
+    uint8_t mask = block->tier_mask;
+    kvk_block_step(winner, KVK_BLOCK_FILL);
+    winner->lease_hold_count = block->lease_hold_count;
+    block->lease_hold_count = 0;
+    tiers_set(cache, group, id, 0);
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+        winner->slot[i] = block->slot[i];
+        winner->pin_count[i] = block->pin_count[i];
+        if (block->slot[i] != KVK_SLOT_NONE) {
+            group->tiers[i].owners[block->slot[i]] = winner_id + 1;
+        }
+        block->slot[i] = KVK_SLOT_NONE;
+        block->pin_count[i] = 0;
+    }
+    tiers_set(cache, group, winner_id, mask);
+    kvk_block_step(block, KVK_BLOCK_DISCARD);
+    block_end(cache, group, id);
+    kvk_block_settle(cache, winner_id);
+}
