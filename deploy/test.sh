@@ -87,11 +87,7 @@ python_tests() {
 }
 
 heading "packages"
-if [[ $quick == yes ]]; then
-    part packages deploy/packages.sh
-else
-    part packages deploy/packages.sh --test
-fi
+part packages deploy/packages.sh --test
 
 heading "dev: build"
 if part build-dev configure_and_build dev; then
