@@ -7,7 +7,7 @@
 # The last line is "N passed, N failed" over all parts; exits with 1 if anything failed. What a part
 # printed is in build/logs/.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 
 quick=no
 if [[ "${1:-}" == "--quick" ]]; then
@@ -81,9 +81,9 @@ python_tests() {
         echo "no test passed: FAILED"
         failed=$((failed + 1))
     fi
-    for count in $(grep -oE '[0-9]+ (failed|error)' <<<"$summary" | cut -d' ' -f1); do
+    while read -r count; do
         failed=$((failed + count))
-    done
+    done < <(sed -nE 's/.*\b([0-9]+) (failed|error).*/\1/p' <<<"$summary")
 }
 
 heading "packages"
