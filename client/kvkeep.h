@@ -240,6 +240,7 @@ struct kvkeep_open_options {
     bool leave_last;
     bool no_lookup;
     bool leave_on_host;
+    bool retry; /* of a request that was counted before: not another query */
     uint64_t growth_tokens;
     enum kvkeep_tier tier; /* NONE: the default */
 };

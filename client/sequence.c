@@ -192,6 +192,7 @@ enum kvk_status kvkeep_sequence_open(struct kvkeep_session *session,
         request.leave_last = options->leave_last;
         request.no_lookup = options->no_lookup;
         request.leave_on_host = options->leave_on_host;
+        request.retry = options->retry;
         request.growth_tokens = options->growth_tokens;
         request.tier = (Kvkeep__V1__Tier)options->tier;
     }
