@@ -37,6 +37,15 @@ struct kvk_identity {
     uint32_t extra_count;
 };
 
+/* Tags of the extra pairs in canonical bytes, beside enum kvk_identity_part. */
+#define KVK_IDENTITY_EXTRA_NAME 100
+#define KVK_IDENTITY_EXTRA_VALUE 101
+
+/* Walk canonical bytes: begin with *offset = 0; false at the end. `part` points into them. Parts
+ * come in the order of enum kvk_identity_part, given or not, then the extra pairs by name. */
+bool kvk_identity_next(const uint8_t *identity, size_t size, size_t *offset, uint32_t *tag,
+                       struct kvk_view *part);
+
 struct kvk_space_request {
     struct kvk_view tenant; /* name, or empty */
     struct kvk_identity identity;

@@ -1,0 +1,39 @@
+/*
+ * What the files of spaces share: canonical identities, and the memory of groups.
+ */
+#ifndef KVK_DAEMON_SPACE_INTERNAL_H
+#define KVK_DAEMON_SPACE_INTERNAL_H
+
+#include "daemon/cache_internal.h"
+
+/* ---- identity.c ---- */
+
+/* Check an identity and write its canonical bytes: malloc'ed, `spare` bytes more behind them. Two
+ * identities have the same bytes if and only if all their parts are equal. */
+KVK_CHECKED enum kvk_status kvk_identity_encode(const struct kvk_identity *identity, size_t spare,
+                                                uint8_t **bytes, size_t *size,
+                                                struct kvk_error *error);
+
+/* ---- space_memory.c ---- */
+
+/* A group with its regions and tables, known to nobody yet. Without the lock. KVK_EXHAUSTED: no
+ * memory, or one block is larger than every pool. */
+KVK_CHECKED enum kvk_status kvk_group_create(struct kvk_cache *cache, struct kvk_space *space,
+                                             uint32_t index, const struct kvk_geometry *geometry,
+                                             struct kvk_group **group, struct kvk_error *error);
+
+/* Free it, when no block, slot or punch of it is left: memory first, then its budget. Without the
+ * lock. NULL is fine. */
+void kvk_group_destroy_unlocked(struct kvk_cache *cache, struct kvk_group *group);
+
+/* No block, no slot, no punch: nothing would be lost with it. */
+bool kvk_group_is_unused(const struct kvk_cache *cache, const struct kvk_group *group);
+
+/* Nothing refers to the space and it has no blocks: what is reclaimed where config.spaces is
+ * reached. */
+bool kvk_space_is_unused(const struct kvk_cache *cache, const struct kvk_space *space);
+
+/* Write the generation behind the identity. */
+void kvk_space_set_generation(struct kvk_space *space, uint64_t generation);
+
+#endif
