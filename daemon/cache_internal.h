@@ -265,7 +265,6 @@ struct kvk_session {
     void (*on_notice)(void *context, enum kvk_notice_kind kind, uint64_t value);
     void *context;
     uint32_t notices_running; /* being told without the lock, now */
-    bool told_draining;
     bool ending;              /* kvk_session_end() works on it */
     bool leaving;             /* one thread gives its things back and frees it */
     struct kvk_session *next; /* of the instance, or of cache.waiting_sessions */
