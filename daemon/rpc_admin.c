@@ -1,0 +1,628 @@
+/*
+ * What operators ask: GetServerInfo and the Admin service. Who may see what is the engine's to say;
+ * here its rows become messages. Rows and messages live in the call's arena or are freed before
+ * the call ends.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/assert.h"
+#include "base/clock.h"
+#include "daemon/report.h"
+#include "daemon/rpc_private.h"
+
+#define ROWS_DEFAULT 1000
+#define ROWS_MAX 10000
+#define REFUSALS_DEFAULT 20
+#define REFUSALS_MAX 256
+#define ADVICE_SIZE 512
+
+static enum kvk_status no_memory(struct kvk_error *error)
+{
+    return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for the answer");
+}
+
+/* `count` messages in the arena, zeroed, and pointers to them, for a repeated field. */
+static void *take_rows(struct kvk_rpc_run *run, size_t count, size_t row_bytes, void ***pointers)
+{
+    uint8_t *rows = kvk_rpc_arena_take_extra(&run->memory->arena, count * row_bytes);
+    void **list = kvk_rpc_arena_take_extra(&run->memory->arena, count * sizeof(*list));
+    if (rows == NULL || list == NULL) {
+        return NULL;
+    }
+    memset(rows, 0, count * row_bytes);
+    for (size_t i = 0; i < count; i++) {
+        list[i] = rows + i * row_bytes;
+    }
+    *pointers = list;
+    return rows;
+}
+
+static ProtobufCBinaryData tenant_name(const struct kvk_tenant *tenant)
+{
+    return kvk_rpc_text(tenant != NULL ? tenant->name : "");
+}
+
+static uint64_t row_limit(uint64_t asked, uint64_t fallback, uint64_t most)
+{
+    if (asked == 0) {
+        return fallback;
+    }
+    return asked < most ? asked : most;
+}
+
+static enum kvk_status check_tenant(const ProtobufCBinaryData *bytes, struct kvk_view *tenant,
+                                    struct kvk_error *error)
+{
+    return kvk_rpc_check_name(bytes, 0, KVK_NAME_SIZE - 1, "tenant", tenant, error);
+}
+
+/* ---- GetServerInfo ---- */
+
+static void fill_limits(const struct kvk_config *config, Kvkeep__V1__Limits *limits)
+{
+    kvkeep__v1__limits__init(limits);
+    limits->message_bytes = config->message_bytes;
+    limits->tokens = config->tokens;
+    limits->spaces = config->spaces;
+    limits->sequences = config->sequences;
+    limits->leases = config->leases;
+    limits->instances = config->instances;
+    limits->sessions = config->sessions;
+    limits->blocks = config->blocks;
+    limits->lease_ms = config->lease_ms;
+    limits->salt_bytes = config->salt_bytes;
+    limits->spans = config->spans;
+    limits->forks = config->forks;
+    limits->attend_queries = config->attend_queries;
+    limits->transfers = config->transfers;
+}
+
+static size_t fill_features(const struct kvk_rpc *rpc, const struct kvk_peer *peer,
+                            ProtobufCBinaryData features[5])
+{
+    size_t count = 0;
+    features[count++] = kvk_rpc_text("attend");
+    features[count++] = kvk_rpc_text("stream_bytes");
+    if (rpc->config->device_bytes > 0 && rpc->config->host_bytes > 0) {
+        features[count++] = kvk_rpc_text("swap");
+    }
+    if (peer->kind == KVK_PEER_UNIX && rpc->side_path[0] != '\0') {
+        features[count++] = kvk_rpc_text("map_memory");
+    }
+    if (rpc->config->test_hooks) {
+        features[count++] = kvk_rpc_text("test_hooks");
+    }
+    return count;
+}
+
+KVK_RPC_HANDLER(kvk_rpc_get_server_info)
+{
+    (void)message;
+    const struct kvk_rpc *rpc = run->rpc;
+    const struct kvk_credential *credential = run->caller.credential;
+    ProtobufCBinaryData features[5];
+    ProtobufCBinaryData tenants[sizeof(credential->tenants) / sizeof(credential->tenants[0])];
+    Kvkeep__V1__Limits limits;
+    fill_limits(rpc->config, &limits);
+    for (uint32_t i = 0; i < credential->tenant_count; i++) {
+        tenants[i] = kvk_rpc_text(credential->tenants[i]->name);
+    }
+    Kvkeep__V1__GetServerInfoResponse response = KVKEEP__V1__GET_SERVER_INFO_RESPONSE__INIT;
+    response.version = kvk_rpc_text(KVK_VERSION);
+    response.boot_id = kvk_rpc_bytes(rpc->boot_id, sizeof(rpc->boot_id));
+    response.n_features = fill_features(rpc, kvk_call_peer(run->call), features);
+    response.features = features;
+    response.limits = &limits;
+    response.n_tenants = credential->tenant_count;
+    response.tenants = tenants;
+    if (credential->tenant_count > 0) {
+        response.tenant = tenants[0];
+    }
+    response.admin = credential->admin;
+    response.device = kvk_rpc_text(rpc->device.name);
+    response.device_path = kvk_rpc_text(rpc->device.path);
+    response.device_bytes = rpc->config->device_bytes;
+    response.host_bytes = rpc->config->host_bytes;
+    response.uptime_ms = (kvk_clock_now(rpc->clock) - rpc->start_ns) / KVK_NS_PER_MS;
+    response.policy = kvk_rpc_text(rpc->config->policy == KVK_EVICT_LRU ? "lru" : "rp-cost");
+    return kvk_rpc_reply(run, &response.base, error);
+}
+
+/* ---- GetOccupancy ---- */
+
+static void fill_tier_use(Kvkeep__V1__TierUse *use, enum kvk_tier tier,
+                          const struct kvk_tier_report *report)
+{
+    kvkeep__v1__tier_use__init(use);
+    use->tier = (Kvkeep__V1__Tier)(tier + 1);
+    use->limit_bytes = report->limit_bytes;
+    use->used_bytes = report->used_bytes;
+    use->free_bytes = report->free_bytes;
+    use->slab_bytes = report->slab_bytes;
+    use->quarantine_bytes = report->quarantine_bytes;
+    use->stray_bytes = report->stray_bytes;
+    use->growth_bytes = report->growth_bytes;
+}
+
+static void fill_occupancy_row(Kvkeep__V1__OccupancyRow *row, Kvkeep__V1__BlockCounts *counts,
+                               const struct kvk_group_report *report)
+{
+    kvkeep__v1__occupancy_row__init(row);
+    kvkeep__v1__block_counts__init(counts);
+    row->tenant = tenant_name(report->tenant);
+    row->space_id = report->space_id;
+    row->model = kvk_rpc_text(report->model);
+    row->group = report->group;
+    row->block_bytes = report->block_bytes;
+    row->device_blocks = report->tier_blocks[KVK_TIER_DEVICE];
+    row->host_blocks = report->tier_blocks[KVK_TIER_HOST];
+    row->device_bytes = report->tier_blocks[KVK_TIER_DEVICE] * report->block_bytes;
+    row->host_bytes = report->tier_blocks[KVK_TIER_HOST] * report->block_bytes;
+    counts->reserved = report->state_counts[KVK_BLOCK_RESERVED];
+    counts->active = report->state_counts[KVK_BLOCK_ACTIVE];
+    counts->sealed = report->state_counts[KVK_BLOCK_SEALED];
+    counts->shared = report->state_counts[KVK_BLOCK_SHARED];
+    counts->evictable = report->state_counts[KVK_BLOCK_EVICTABLE];
+    counts->hollow = report->state_counts[KVK_BLOCK_HOLLOW];
+    row->counts = counts;
+}
+
+static enum kvk_status reply_occupancy(struct kvk_rpc_run *run,
+                                       const struct kvk_tier_report tiers[KVK_TIER_COUNT],
+                                       const struct kvk_group_report *reports, size_t count,
+                                       struct kvk_error *error)
+{
+    Kvkeep__V1__GetOccupancyResponse response = KVKEEP__V1__GET_OCCUPANCY_RESPONSE__INIT;
+    Kvkeep__V1__TierUse uses[KVK_TIER_COUNT];
+    Kvkeep__V1__TierUse *use_pointers[KVK_TIER_COUNT];
+    for (unsigned i = 0; i < KVK_TIER_COUNT; i++) {
+        fill_tier_use(&uses[i], (enum kvk_tier)i, &tiers[i]);
+        use_pointers[i] = &uses[i];
+    }
+    void **pointers;
+    Kvkeep__V1__OccupancyRow *rows = take_rows(run, count, sizeof(*rows), &pointers);
+    Kvkeep__V1__BlockCounts *counts =
+        kvk_rpc_arena_take_extra(&run->memory->arena, count * sizeof(*counts));
+    if (rows == NULL || counts == NULL) {
+        return no_memory(error);
+    }
+    for (size_t i = 0; i < count; i++) {
+        fill_occupancy_row(&rows[i], &counts[i], &reports[i]);
+    }
+    response.n_tiers = KVK_TIER_COUNT;
+    response.tiers = use_pointers;
+    response.n_rows = count;
+    response.rows = (Kvkeep__V1__OccupancyRow **)pointers;
+    return kvk_rpc_reply(run, &response.base, error);
+}
+
+KVK_RPC_HANDLER(kvk_rpc_get_occupancy)
+{
+    const Kvkeep__V1__GetOccupancyRequest *asked = (const Kvkeep__V1__GetOccupancyRequest *)message;
+    struct kvk_view tenant;
+    struct kvk_tier_report tiers[KVK_TIER_COUNT];
+    struct kvk_group_report *reports = NULL;
+    uint32_t count = 0;
+    enum kvk_status status = check_tenant(&asked->tenant, &tenant, error);
+    if (status == KVK_OK) {
+        status = kvk_report_occupancy(run->rpc->cache, &run->caller, tenant, tiers, &reports,
+                                      &count, error);
+    }
+    if (status == KVK_OK) {
+        status = reply_occupancy(run, tiers, reports, count, error);
+        free(reports);
+    }
+    return status;
+}
+
+/* ---- ListSequences ---- */
+
+static void fill_sequence_info(Kvkeep__V1__SequenceInfo *row,
+                               const struct kvk_sequence_report *report)
+{
+    kvkeep__v1__sequence_info__init(row);
+    row->sequence_id = report->sequence_id;
+    row->tenant = tenant_name(report->tenant);
+    row->space_id = report->space_id;
+    row->instance_id = report->instance_id;
+    row->state = (Kvkeep__V1__SequenceState)report->state;
+    row->length = report->length;
+    row->sealed_tokens = report->sealed_tokens;
+    row->cached_tokens = report->cached_tokens;
+    row->draft_tokens = report->draft_tokens;
+    row->blocks = report->blocks;
+    row->shared_blocks = report->shared_blocks;
+    row->device_bytes = report->tier_bytes[KVK_TIER_DEVICE];
+    row->host_bytes = report->tier_bytes[KVK_TIER_HOST];
+    row->age_ms = report->age_ms;
+    row->growth_tokens = report->growth_tokens;
+}
+
+static enum kvk_status reply_sequences(struct kvk_rpc_run *run,
+                                       const struct kvk_sequence_report *reports, size_t count,
+                                       bool more, struct kvk_error *error)
+{
+    Kvkeep__V1__ListSequencesResponse response = KVKEEP__V1__LIST_SEQUENCES_RESPONSE__INIT;
+    void **pointers;
+    Kvkeep__V1__SequenceInfo *rows = take_rows(run, count, sizeof(*rows), &pointers);
+    if (rows == NULL) {
+        return no_memory(error);
+    }
+    for (size_t i = 0; i < count; i++) {
+        fill_sequence_info(&rows[i], &reports[i]);
+    }
+    response.n_sequences = count;
+    response.sequences = (Kvkeep__V1__SequenceInfo **)pointers;
+    response.more = more;
+    return kvk_rpc_reply(run, &response.base, error);
+}
+
+KVK_RPC_HANDLER(kvk_rpc_list_sequences)
+{
+    const Kvkeep__V1__ListSequencesRequest *asked =
+        (const Kvkeep__V1__ListSequencesRequest *)message;
+    struct kvk_view tenant;
+    struct kvk_sequence_report *reports = NULL;
+    uint32_t count = 0;
+    bool more = false;
+    enum kvk_status status = check_tenant(&asked->tenant, &tenant, error);
+    if (status == KVK_OK) {
+        status = kvk_report_sequences(run->rpc->cache, &run->caller, tenant, asked->after_id,
+                                      row_limit(asked->limit, ROWS_DEFAULT, ROWS_MAX), &reports,
+                                      &count, &more, error);
+    }
+    if (status == KVK_OK) {
+        status = reply_sequences(run, reports, count, more, error);
+        free(reports);
+    }
+    return status;
+}
+
+/* ---- ListLeases ---- */
+
+static void fill_lease_info(Kvkeep__V1__LeaseInfo *row, const struct kvk_lease_report *report)
+{
+    kvkeep__v1__lease_info__init(row);
+    row->lease_id = report->lease_id;
+    row->tenant = tenant_name(report->tenant);
+    row->space_id = report->space_id;
+    row->instance_id = report->instance_id;
+    row->instance_name = kvk_rpc_text(report->instance_name);
+    row->tokens = report->tokens;
+    row->blocks = report->blocks;
+    row->age_ms = report->age_ms;
+    row->ttl_ms = report->ttl_ms;
+    row->copy_pin = report->copy_pin;
+    row->open_transfers = report->open_transfers;
+}
+
+static enum kvk_status reply_leases(struct kvk_rpc_run *run, const struct kvk_lease_report *reports,
+                                    size_t count, bool more, struct kvk_error *error)
+{
+    Kvkeep__V1__ListLeasesResponse response = KVKEEP__V1__LIST_LEASES_RESPONSE__INIT;
+    void **pointers;
+    Kvkeep__V1__LeaseInfo *rows = take_rows(run, count, sizeof(*rows), &pointers);
+    if (rows == NULL) {
+        return no_memory(error);
+    }
+    for (size_t i = 0; i < count; i++) {
+        fill_lease_info(&rows[i], &reports[i]);
+    }
+    response.n_leases = count;
+    response.leases = (Kvkeep__V1__LeaseInfo **)pointers;
+    response.more = more;
+    return kvk_rpc_reply(run, &response.base, error);
+}
+
+KVK_RPC_HANDLER(kvk_rpc_list_leases)
+{
+    const Kvkeep__V1__ListLeasesRequest *asked = (const Kvkeep__V1__ListLeasesRequest *)message;
+    struct kvk_view tenant;
+    struct kvk_lease_report *reports = NULL;
+    uint32_t count = 0;
+    bool more = false;
+    enum kvk_status status = check_tenant(&asked->tenant, &tenant, error);
+    if (status == KVK_OK) {
+        status = kvk_report_leases(run->rpc->cache, &run->caller, tenant, asked->after_id,
+                                   row_limit(asked->limit, ROWS_DEFAULT, ROWS_MAX), &reports,
+                                   &count, &more, error);
+    }
+    if (status == KVK_OK) {
+        status = reply_leases(run, reports, count, more, error);
+        free(reports);
+    }
+    return status;
+}
+
+/* ---- ListInstances: rows of one instance stand together ---- */
+
+static void fill_session_info(Kvkeep__V1__SessionInfo *row, const struct kvk_session_report *report)
+{
+    kvkeep__v1__session_info__init(row);
+    row->session_id = report->session_id;
+    row->rank = report->rank;
+    row->pid = report->pid > 0 ? (uint64_t)report->pid : 0;
+    row->uid = report->uid;
+    row->side_socket = report->side_socket;
+    row->mapped_bytes = report->mapped_bytes;
+    row->connected = report->connected;
+}
+
+static void fill_instance_info(Kvkeep__V1__InstanceInfo *row,
+                               const struct kvk_session_report *report)
+{
+    kvkeep__v1__instance_info__init(row);
+    row->instance_id = report->instance_id;
+    row->tenant = tenant_name(report->tenant);
+    row->name = kvk_rpc_text(report->instance_name);
+    row->age_ms = report->instance_age_ms;
+    row->sequences = report->instance_sequences;
+    row->leases = report->instance_leases;
+    row->quarantine_blocks = report->instance_quarantine_blocks;
+}
+
+static enum kvk_status reply_instances(struct kvk_rpc_run *run,
+                                       const struct kvk_session_report *reports, size_t count,
+                                       struct kvk_error *error)
+{
+    Kvkeep__V1__ListInstancesResponse response = KVKEEP__V1__LIST_INSTANCES_RESPONSE__INIT;
+    void **session_pointers;
+    void **pointers;
+    Kvkeep__V1__SessionInfo *sessions = take_rows(run, count, sizeof(*sessions), &session_pointers);
+    Kvkeep__V1__InstanceInfo *rows = take_rows(run, count, sizeof(*rows), &pointers);
+    if (sessions == NULL || rows == NULL) {
+        return no_memory(error);
+    }
+    for (size_t i = 0; i < count; i++) {
+        fill_session_info(&sessions[i], &reports[i]);
+        bool first = i == 0 || reports[i].instance_id != reports[i - 1].instance_id;
+        if (first) {
+            fill_instance_info(&rows[response.n_instances], &reports[i]);
+            rows[response.n_instances].sessions = (Kvkeep__V1__SessionInfo **)session_pointers + i;
+            response.n_instances++;
+        }
+        rows[response.n_instances - 1].n_sessions++;
+    }
+    response.instances = (Kvkeep__V1__InstanceInfo **)pointers;
+    return kvk_rpc_reply(run, &response.base, error);
+}
+
+KVK_RPC_HANDLER(kvk_rpc_list_instances)
+{
+    const Kvkeep__V1__ListInstancesRequest *asked =
+        (const Kvkeep__V1__ListInstancesRequest *)message;
+    struct kvk_view tenant;
+    struct kvk_session_report *reports = NULL;
+    uint32_t count = 0;
+    enum kvk_status status = check_tenant(&asked->tenant, &tenant, error);
+    if (status == KVK_OK) {
+        status =
+            kvk_report_sessions(run->rpc->cache, &run->caller, tenant, &reports, &count, error);
+    }
+    if (status == KVK_OK) {
+        status = reply_instances(run, reports, count, error);
+        free(reports);
+    }
+    return status;
+}
+
+/* ---- GetBlock ---- */
+
+static enum kvk_status reply_block(struct kvk_rpc_run *run, const struct kvk_block_report *report,
+                                   struct kvk_error *error)
+{
+    Kvkeep__V1__GetBlockResponse response = KVKEEP__V1__GET_BLOCK_RESPONSE__INIT;
+    response.block_id = report->block_id;
+    response.key = kvk_rpc_bytes(&report->key, sizeof(report->key));
+    response.state = kvk_rpc_text(kvk_block_state_name(report->state));
+    response.on_device = (report->tier_mask >> KVK_TIER_DEVICE & 1) != 0;
+    response.on_host = (report->tier_mask >> KVK_TIER_HOST & 1) != 0;
+    response.device_slot = report->slot[KVK_TIER_DEVICE];
+    response.host_slot = report->slot[KVK_TIER_HOST];
+    response.holds = report->holds;
+    response.lease_holds = report->lease_holds;
+    response.device_pins = report->pins[KVK_TIER_DEVICE];
+    response.host_pins = report->pins[KVK_TIER_HOST];
+    response.children = report->children;
+    response.uses = report->uses;
+    response.idle_ms = report->idle_ms;
+    response.cost = report->cost;
+    response.score = report->score;
+    response.position = report->position;
+    return kvk_rpc_reply(run, &response.base, error);
+}
+
+KVK_RPC_HANDLER(kvk_rpc_get_block)
+{
+    const Kvkeep__V1__GetBlockRequest *asked = (const Kvkeep__V1__GetBlockRequest *)message;
+    struct kvk_prompt prefix;
+    struct kvk_block_report report;
+    enum kvk_status status = kvk_rpc_check_id(asked->space_id, "space_id", error);
+    if (status == KVK_OK) {
+        status = kvk_rpc_check_prompt(run, asked->prefix, "prefix", &prefix, error);
+    }
+    if (status == KVK_OK && prefix.token_count == 0) {
+        status = kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "prefix.tokens",
+                          "prefix.tokens names no block");
+    }
+    if (status == KVK_OK) {
+        status = kvk_report_block(run->rpc->cache, &run->caller, asked->space_id, asked->group,
+                                  &prefix, &report, error);
+    }
+    return status == KVK_OK ? reply_block(run, &report, error) : status;
+}
+
+/* ---- Why ---- */
+
+struct rpc_why {
+    struct kvk_refusal refusals[REFUSALS_MAX]; /* [count] */
+    uint32_t count;
+    struct kvk_tier_report tiers[KVK_TIER_COUNT];
+    char advice[ADVICE_SIZE];
+};
+
+static void fill_refusal(Kvkeep__V1__Refusal *row, Kvkeep__V1__ErrorDetail *detail,
+                         const struct kvk_refusal *refusal, uint64_t now_ns)
+{
+    kvkeep__v1__refusal__init(row);
+    kvkeep__v1__error_detail__init(detail);
+    row->age_ms = now_ns > refusal->time_ns ? (now_ns - refusal->time_ns) / KVK_NS_PER_MS : 0;
+    row->tenant = tenant_name(refusal->tenant);
+    row->call = kvk_rpc_text(refusal->call);
+    row->sequence_id = refusal->sequence_id;
+    row->needed_bytes = refusal->needed_bytes;
+    detail->cause = (Kvkeep__V1__Cause)refusal->error.cause;
+    detail->field = kvk_rpc_text(refusal->error.field);
+    detail->value = refusal->error.value;
+    detail->limit = refusal->error.limit;
+    detail->retry_after_ms = refusal->error.retry_after_ms;
+    detail->message = kvk_rpc_text(refusal->error.text);
+    row->detail = detail;
+}
+
+static void fill_tier_why(Kvkeep__V1__TierWhy *row, enum kvk_tier tier,
+                          const struct kvk_tier_report *report)
+{
+    kvkeep__v1__tier_why__init(row);
+    row->tier = (Kvkeep__V1__Tier)(tier + 1);
+    row->limit_bytes = report->limit_bytes;
+    row->active_bytes = report->active_bytes;
+    row->leased_bytes = report->leased_bytes;
+    row->evictable_bytes = report->evictable_bytes;
+    row->growth_bytes = report->growth_bytes;
+    row->copying_bytes = report->copying_bytes;
+    row->quarantine_bytes = report->quarantine_bytes;
+    row->scattered_bytes = report->scattered_bytes;
+    row->largest_admissible_bytes = report->largest_admissible_bytes;
+}
+
+static enum kvk_status reply_why(struct kvk_rpc_run *run, const struct rpc_why *why,
+                                 struct kvk_error *error)
+{
+    Kvkeep__V1__WhyResponse response = KVKEEP__V1__WHY_RESPONSE__INIT;
+    Kvkeep__V1__TierWhy tiers[KVK_TIER_COUNT];
+    Kvkeep__V1__TierWhy *tier_pointers[KVK_TIER_COUNT];
+    for (unsigned i = 0; i < KVK_TIER_COUNT; i++) {
+        fill_tier_why(&tiers[i], (enum kvk_tier)i, &why->tiers[i]);
+        tier_pointers[i] = &tiers[i];
+    }
+    void **pointers;
+    Kvkeep__V1__Refusal *rows = take_rows(run, why->count, sizeof(*rows), &pointers);
+    Kvkeep__V1__ErrorDetail *details =
+        kvk_rpc_arena_take_extra(&run->memory->arena, why->count * sizeof(*details));
+    if (rows == NULL || details == NULL) {
+        return no_memory(error);
+    }
+    uint64_t now_ns = kvk_clock_now(run->rpc->clock);
+    for (uint32_t i = 0; i < why->count; i++) {
+        fill_refusal(&rows[i], &details[i], &why->refusals[i], now_ns);
+    }
+    response.n_refusals = why->count;
+    response.refusals = (Kvkeep__V1__Refusal **)pointers;
+    response.n_tiers = KVK_TIER_COUNT;
+    response.tiers = tier_pointers;
+    response.advice = kvk_rpc_text(why->advice);
+    return kvk_rpc_reply(run, &response.base, error);
+}
+
+KVK_RPC_HANDLER(kvk_rpc_why)
+{
+    const Kvkeep__V1__WhyRequest *asked = (const Kvkeep__V1__WhyRequest *)message;
+    struct kvk_view tenant;
+    enum kvk_status status = check_tenant(&asked->tenant, &tenant, error);
+    if (status != KVK_OK) {
+        return status;
+    }
+    struct rpc_why *why = kvk_rpc_arena_take_extra(&run->memory->arena, sizeof(*why));
+    if (why == NULL) {
+        return no_memory(error);
+    }
+    why->count = 0;
+    why->advice[0] = '\0';
+    status =
+        kvk_report_why(run->rpc->cache, &run->caller, tenant, asked->sequence_id, why->refusals,
+                       (uint32_t)row_limit(asked->limit, REFUSALS_DEFAULT, REFUSALS_MAX),
+                       &why->count, why->tiers, why->advice, sizeof(why->advice), error);
+    return status == KVK_OK ? reply_why(run, why, error) : status;
+}
+
+/* ---- GetStats ---- */
+
+#define STATS_MAX 4096
+#define STATS_TEXT_BYTES ((size_t)512 << 10)
+
+/* Names are copied while they are visited: they need not outlive the visit. */
+struct rpc_stats {
+    Kvkeep__V1__Stat *rows; /* [STATS_MAX] */
+    size_t count;
+    char *text; /* [STATS_TEXT_BYTES] */
+    size_t text_used;
+    bool full;
+};
+
+static void stats_add(void *context, const char *name, double value)
+{
+    struct rpc_stats *stats = context;
+    size_t size = strlen(name);
+    if (stats->count == STATS_MAX || size > STATS_TEXT_BYTES - stats->text_used) {
+        stats->full = true;
+        return;
+    }
+    char *copy = stats->text + stats->text_used;
+    memcpy(copy, name, size);
+    stats->text_used += size;
+    Kvkeep__V1__Stat *row = &stats->rows[stats->count++];
+    kvkeep__v1__stat__init(row);
+    row->name = kvk_rpc_bytes(copy, size);
+    row->value = value;
+}
+
+static void stats_add_server(struct rpc_stats *stats, struct kvk_server *server)
+{
+    struct kvk_server_stats counts;
+    kvk_server_stats(server, &counts);
+    const struct {
+        const char *name;
+        uint64_t value;
+    } rows[] = {
+        {"kvkeep_calls_total", counts.calls},
+        {"kvkeep_calls_refused_total", counts.calls_refused},
+        {"kvkeep_calls_unknown_total", counts.calls_unknown},
+        {"kvkeep_calls_cancelled_total", counts.calls_cancelled},
+        {"kvkeep_connections_total", counts.connections},
+        {"kvkeep_connections_refused_total", counts.connections_refused},
+        {"kvkeep_calls_live", counts.live_calls},
+        {"kvkeep_connections_live", counts.live_connections},
+    };
+    for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
+        stats_add(stats, rows[i].name, (double)rows[i].value);
+    }
+}
+
+KVK_RPC_HANDLER(kvk_rpc_get_stats)
+{
+    (void)message;
+    if (!run->caller.credential->admin) {
+        return kvk_fail(error, KVK_PERMISSION, KVK_CAUSE_NONE, "",
+                        "the credential has no admin rights");
+    }
+    struct kvk_rpc_arena *arena = &run->memory->arena;
+    void **pointers;
+    struct rpc_stats stats = {.count = 0};
+    stats.rows = take_rows(run, STATS_MAX, sizeof(*stats.rows), &pointers);
+    stats.text = kvk_rpc_arena_take_extra(arena, STATS_TEXT_BYTES);
+    if (stats.rows == NULL || stats.text == NULL) {
+        return no_memory(error);
+    }
+    stats_add_server(&stats, run->rpc->server);
+    kvk_report_stats(run->rpc->cache, stats_add, &stats);
+    if (stats.full) {
+        return kvk_fail_limit(error, KVK_INTERNAL, KVK_CAUSE_LIMIT, "", stats.count, STATS_MAX,
+                              "more counters than an answer has room for");
+    }
+    Kvkeep__V1__GetStatsResponse response = KVKEEP__V1__GET_STATS_RESPONSE__INIT;
+    response.n_stats = stats.count;
+    response.stats = (Kvkeep__V1__Stat **)pointers;
+    return kvk_rpc_reply(run, &response.base, error);
+}

@@ -1,0 +1,242 @@
+/*
+ * What the rpc files share.
+ *
+ * A unary call goes one way (rpc.c): authenticate, unpack into this thread's arena, run the
+ * method's handler, which checks the values, asks the engine and packs its answer. Calls that the
+ * engine may answer at once run on the look-up thread first, where it must not block; where it says
+ * KVK_WOULD_BLOCK nothing has changed, and the same call runs again from the start on a bulk
+ * thread. Streams have callbacks of their own.
+ */
+#ifndef KVK_DAEMON_RPC_PRIVATE_H
+#define KVK_DAEMON_RPC_PRIVATE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "base/lock.h"
+#include "daemon/lease.h"
+#include "daemon/rpc.h"
+#include "daemon/rpc_messages.h"
+#include "daemon/rpc_wire.h"
+#include "daemon/sequence.h"
+#include "daemon/session.h"
+#include "daemon/space.h"
+
+#define KVK_BOOT_ID_SIZE 16
+
+/* One call while a thread works on it. */
+struct kvk_rpc_run {
+    struct kvk_rpc *rpc;
+    struct kvk_call *call;
+    struct kvk_rpc_memory *memory; /* this thread's */
+    struct kvk_caller caller;
+    bool replied;
+};
+
+/* A row of the method table. */
+struct kvk_rpc_method {
+    const char *path;
+    const char *name; /* "OpenSequence": for the journal of refusals */
+    enum kvk_method_kind kind;
+    enum kvk_method_class class;
+    bool slow; /* runs long enough on a bulk thread that a client's cancel must be seen */
+
+    /* Unary: KVK_OK, and kvk_rpc_reply() was called, or a failure, and nothing changed. */
+    const ProtobufCMessageDescriptor *request;
+    enum kvk_status (*handle)(struct kvk_rpc_run *run, const ProtobufCMessage *message,
+                              struct kvk_error *error);
+
+    /* Streams. */
+    void (*on_call)(struct kvk_call *call, void *rpc_bound);
+};
+
+/* A method of one rpc: what the server hands back with a call. */
+struct kvk_rpc_bound {
+    struct kvk_rpc *rpc;
+    const struct kvk_rpc_method *method;
+};
+
+#define KVK_RPC_METHODS_MAX 48
+
+/* The streams of sessions, so that a drain can end them. */
+struct kvk_rpc_sessions {
+    struct kvk_lock lock;
+    struct kvk_rpc_session *first; /* whose calls may be woken; lock */
+    atomic_uint count;             /* streams, from their first to their last moment */
+    atomic_bool end;               /* end them all */
+    atomic_bool stop;              /* the drain's thread, too */
+    pthread_t drain_thread;
+    bool drain_thread_runs; /* the thread that drains alone */
+};
+
+struct kvk_rpc {
+    const struct kvk_config *config;
+    const struct kvk_tenants *tenants;
+    struct kvk_clock *clock;
+    struct kvk_cache *cache;   /* from kvk_rpc_attach() on */
+    struct kvk_server *server; /* likewise */
+    struct kvk_device_info device;
+    char side_path[KVK_PATH_SIZE];
+    uint8_t boot_id[KVK_BOOT_ID_SIZE];
+    uint64_t start_ns;
+    struct kvk_rpc_sessions sessions;
+    struct kvk_rpc_bound bound[KVK_RPC_METHODS_MAX]; /* [method_count] */
+    struct kvk_method methods[KVK_RPC_METHODS_MAX];
+    uint32_t method_count;
+};
+
+/* ---- rpc.c ---- */
+
+/* Who calls, and this thread's memory, into `run`. */
+KVK_CHECKED enum kvk_status kvk_rpc_run_begin(struct kvk_rpc_run *run,
+                                              const struct kvk_rpc_bound *bound,
+                                              struct kvk_call *call, bool may_block,
+                                              struct kvk_error *error);
+
+/* Pack into the slice that gRPC sends, and end the call. Once, as the last thing that can fail.
+ * KVK_EXHAUSTED: larger than a message may be; the call is not ended. */
+KVK_CHECKED enum kvk_status kvk_rpc_reply(struct kvk_rpc_run *run, const ProtobufCMessage *message,
+                                          struct kvk_error *error);
+
+static inline ProtobufCBinaryData kvk_rpc_bytes(const void *data, size_t size_bytes)
+{
+    /* protobuf-c has no const bytes; packing only reads. */
+    return (ProtobufCBinaryData){.len = size_bytes, .data = (uint8_t *)(uintptr_t)data};
+}
+
+ProtobufCBinaryData kvk_rpc_text(const char *text);
+
+/* Block tables of an answer: views of `tables`, in the caller's memory. */
+struct kvk_rpc_tables {
+    Kvkeep__V1__BlockTable parts[KVK_GROUP_COUNT_MAX];
+    Kvkeep__V1__BlockTable *pointers[KVK_GROUP_COUNT_MAX];
+};
+size_t kvk_rpc_fill_tables(struct kvk_rpc_tables *target, const struct kvk_tables *tables);
+
+/* ---- rpc_check.c: values from outside. `field` names the field in errors. ---- */
+
+/* An id that is never 0. */
+KVK_CHECKED enum kvk_status kvk_rpc_check_id(uint64_t id, const char *field,
+                                             struct kvk_error *error);
+
+/* A list of ids: not empty, none 0, none twice. */
+KVK_CHECKED enum kvk_status kvk_rpc_check_ids(struct kvk_rpc_run *run, const uint64_t *ids,
+                                              size_t count, const char *field,
+                                              struct kvk_error *error);
+
+/* Exactly one of the two is not 0. */
+KVK_CHECKED enum kvk_status kvk_rpc_check_one_of(uint64_t sequence_id, uint64_t lease_id,
+                                                 const char *prefix, struct kvk_error *error);
+
+/* UTF-8 without NUL; `size_min` is 0 or 1. */
+KVK_CHECKED enum kvk_status kvk_rpc_check_name(const ProtobufCBinaryData *bytes, size_t size_min,
+                                               size_t size_max, const char *field,
+                                               struct kvk_view *view, struct kvk_error *error);
+
+/* A prompt; NULL is an empty one. The result is borrowed from the message and the arena. */
+KVK_CHECKED enum kvk_status kvk_rpc_check_prompt(struct kvk_rpc_run *run,
+                                                 const Kvkeep__V1__Prompt *message,
+                                                 const char *field, struct kvk_prompt *prompt,
+                                                 struct kvk_error *error);
+
+KVK_CHECKED enum kvk_status kvk_rpc_check_tokens(struct kvk_rpc_run *run,
+                                                 const ProtobufCBinaryData *bytes,
+                                                 const char *field, const uint32_t **tokens,
+                                                 uint64_t *token_count, struct kvk_error *error);
+
+/* Spans lie in tokens [first, first + token_count), which the caller has checked to fit. */
+KVK_CHECKED enum kvk_status kvk_rpc_check_spans(struct kvk_rpc_run *run, size_t span_count,
+                                                Kvkeep__V1__ContentSpan *const *messages,
+                                                uint64_t first, uint64_t token_count,
+                                                const char *field,
+                                                const struct kvk_content_span **spans,
+                                                struct kvk_error *error);
+
+KVK_CHECKED enum kvk_status kvk_rpc_check_request_id(const ProtobufCBinaryData *bytes,
+                                                     struct kvk_request_id *request_id,
+                                                     struct kvk_error *error);
+
+/* Enums; the API's numbers are ours. */
+KVK_CHECKED enum kvk_status kvk_rpc_check_format(Kvkeep__V1__Format format, bool may_be_none,
+                                                 const char *field, enum kvk_format *result,
+                                                 struct kvk_error *error);
+KVK_CHECKED enum kvk_status kvk_rpc_check_layout(Kvkeep__V1__Layout layout, const char *field,
+                                                 enum kvk_layout *result, struct kvk_error *error);
+KVK_CHECKED enum kvk_status kvk_rpc_check_attention(Kvkeep__V1__Attention attention,
+                                                    const char *field, enum kvk_attention *result,
+                                                    struct kvk_error *error);
+/* -1: unspecified, where that is allowed. */
+KVK_CHECKED enum kvk_status kvk_rpc_check_tier(Kvkeep__V1__Tier tier, bool may_be_unspecified,
+                                               const char *field, int *result,
+                                               struct kvk_error *error);
+
+/* Finite and at least 0; not 0 where `positive`. */
+KVK_CHECKED enum kvk_status kvk_rpc_check_number(double value, bool positive, const char *field,
+                                                 struct kvk_error *error);
+
+/* A count of 1 to `limit`. */
+KVK_CHECKED enum kvk_status kvk_rpc_check_count(uint64_t value, uint64_t limit, const char *field,
+                                                struct kvk_error *error);
+
+/* [first, first + count) with count at least 1 does not overflow. */
+KVK_CHECKED enum kvk_status kvk_rpc_check_range(uint64_t first, uint64_t count, const char *field,
+                                                struct kvk_error *error);
+
+/* The whole of OpenSpace's request. */
+KVK_CHECKED enum kvk_status kvk_rpc_check_space(const Kvkeep__V1__OpenSpaceRequest *message,
+                                                struct kvk_space_request *request,
+                                                struct kvk_error *error);
+
+/* ---- the methods ---- */
+
+#define KVK_RPC_HANDLER(name)                                                                      \
+    enum kvk_status name(struct kvk_rpc_run *run, const ProtobufCMessage *message,                 \
+                         struct kvk_error *error)
+
+KVK_RPC_HANDLER(kvk_rpc_open_space);
+KVK_RPC_HANDLER(kvk_rpc_invalidate);
+
+KVK_RPC_HANDLER(kvk_rpc_lookup);
+KVK_RPC_HANDLER(kvk_rpc_touch);
+KVK_RPC_HANDLER(kvk_rpc_pin);
+KVK_RPC_HANDLER(kvk_rpc_renew);
+KVK_RPC_HANDLER(kvk_rpc_release);
+KVK_RPC_HANDLER(kvk_rpc_begin_transfer);
+KVK_RPC_HANDLER(kvk_rpc_end_transfer);
+
+KVK_RPC_HANDLER(kvk_rpc_open_sequence);
+KVK_RPC_HANDLER(kvk_rpc_get_sequence);
+KVK_RPC_HANDLER(kvk_rpc_append);
+KVK_RPC_HANDLER(kvk_rpc_seal);
+KVK_RPC_HANDLER(kvk_rpc_commit);
+KVK_RPC_HANDLER(kvk_rpc_truncate);
+KVK_RPC_HANDLER(kvk_rpc_fork);
+KVK_RPC_HANDLER(kvk_rpc_swap_out);
+KVK_RPC_HANDLER(kvk_rpc_swap_in);
+KVK_RPC_HANDLER(kvk_rpc_close);
+
+KVK_RPC_HANDLER(kvk_rpc_map_memory);
+KVK_RPC_HANDLER(kvk_rpc_attend);
+
+KVK_RPC_HANDLER(kvk_rpc_get_server_info);
+KVK_RPC_HANDLER(kvk_rpc_get_occupancy);
+KVK_RPC_HANDLER(kvk_rpc_list_spaces);
+KVK_RPC_HANDLER(kvk_rpc_list_sequences);
+KVK_RPC_HANDLER(kvk_rpc_list_leases);
+KVK_RPC_HANDLER(kvk_rpc_list_instances);
+KVK_RPC_HANDLER(kvk_rpc_get_block);
+KVK_RPC_HANDLER(kvk_rpc_why);
+KVK_RPC_HANDLER(kvk_rpc_get_stats);
+KVK_RPC_HANDLER(kvk_rpc_test_control);
+
+void kvk_rpc_sessions_init(struct kvk_rpc_sessions *sessions);
+void kvk_rpc_sessions_join(struct kvk_rpc_sessions *sessions); /* the drain's thread */
+void kvk_rpc_sessions_finish(struct kvk_rpc_sessions *sessions);
+/* Tell all sessions, and end them as soon as no other call lives. Returns at once. */
+void kvk_rpc_sessions_drain(struct kvk_rpc *rpc);
+
+void kvk_rpc_session(struct kvk_call *call, void *rpc_bound);
+void kvk_rpc_write_blocks(struct kvk_call *call, void *rpc_bound);
+void kvk_rpc_read_blocks(struct kvk_call *call, void *rpc_bound);
+
+#endif
