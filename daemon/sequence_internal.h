@@ -184,12 +184,14 @@ struct kvk_relocation {
 };
 
 /*
- * Bring `count` blocks of the (busy) sequence to `tier` and pin them there in place of where they
- * were pinned. Room is made as the caller allows. All or nothing; drops the lock.
+ * Bring `count` blocks of the (busy) sequence, in this order, to `tier`, and pin them there in
+ * place of where they were pinned; a copy that nobody else needs goes. Room is made as the caller
+ * allows. `moved` NULL: all or none; else as many as there is room for, counted there. Drops the
+ * lock. KVK_DATA_LOSS: one does not match its checksum; none has moved.
  */
 KVK_CHECKED enum kvk_status
 kvk_sequence_bring_drops(struct kvk_cache *cache, struct kvk_sequence *sequence, enum kvk_tier tier,
-                         const struct kvk_relocation *list, uint32_t count,
+                         const struct kvk_relocation *list, uint32_t count, uint32_t *moved,
                          const struct kvk_caller *caller, struct kvk_error *error);
 
 #endif

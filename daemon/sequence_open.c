@@ -1,0 +1,429 @@
+/*
+ * OpenSequence: find the longest cached prefix, hold it, reserve blocks for the rest.
+ *
+ * The sequence is given its place in the instance first, busy, so that whatever happens while the
+ * lock is dropped (the instance ends, the same request comes again) meets it. A call that fails
+ * ends it again, and with it everything that it took.
+ */
+#include <string.h>
+
+#include "base/assert.h"
+#include "daemon/sequence_internal.h"
+
+#define PROMOTE_SLICE 64 /* blocks that are brought to the device in one go */
+
+struct opening {
+    struct kvk_cache *cache;
+    const struct kvk_caller *caller;
+    const struct kvk_open_request *request;
+    struct kvk_tables *tables; /* may be NULL */
+    struct kvk_error *error;
+
+    struct kvk_sequence *sequence; /* ours until it is linked */
+    struct kvk_instance *instance; /* while the lock is held */
+    struct kvk_space *space;
+    struct kvk_sequence_size size;
+    uint64_t repeated_id; /* the answer to this request id lives; 0: none */
+    bool lookup;
+};
+
+/* ---- Checks ---- */
+
+static bool tier_is_there(const struct kvk_cache *cache, int tier)
+{
+    return (tier == KVK_TIER_DEVICE || tier == KVK_TIER_HOST) && cache->tiers[tier].device != NULL;
+}
+
+static enum kvk_tier home_of(const struct opening *opening)
+{
+    if (opening->request->tier >= 0) {
+        return (enum kvk_tier)opening->request->tier;
+    }
+    return tier_is_there(opening->cache, KVK_TIER_DEVICE) ? KVK_TIER_DEVICE : KVK_TIER_HOST;
+}
+
+static enum kvk_status check_request(const struct opening *opening)
+{
+    const struct kvk_cache *cache = opening->cache;
+    const struct kvk_open_request *request = opening->request;
+    if (request->tier >= 0 && !tier_is_there(cache, request->tier)) {
+        return kvk_fail(opening->error, KVK_INVALID, KVK_CAUSE_FIELD, "tier",
+                        "the daemon has no such tier");
+    }
+    uint64_t limit = cache->config->tokens;
+    if (request->prompt.token_count > limit) {
+        return kvk_fail_limit(opening->error, KVK_INVALID, KVK_CAUSE_FIELD, "prompt.tokens",
+                              request->prompt.token_count, limit,
+                              "more tokens than a sequence may have: %llu",
+                              (unsigned long long)limit);
+    }
+    if (request->growth_tokens > limit - request->prompt.token_count) {
+        return kvk_fail_limit(opening->error, KVK_INVALID, KVK_CAUSE_FIELD, "growth_tokens",
+                              request->growth_tokens, limit - request->prompt.token_count,
+                              "more growth than a sequence may have");
+    }
+    return KVK_OK;
+}
+
+/* The sequence that an earlier call with this request id opened; 0: none that lives. */
+static uint64_t find_repeated(const struct kvk_instance *instance,
+                              const struct kvk_request_id *request_id)
+{
+    if (request_id->size == 0) {
+        return 0;
+    }
+    for (const struct kvk_sequence *s = instance->sequences; s != NULL; s = s->next) {
+        if (s->fork_index == 0 && kvk_request_id_equal(&s->request_id, request_id)) {
+            return s->id;
+        }
+    }
+    return 0;
+}
+
+/* Session and space as they are now; the request id that was answered before. */
+static enum kvk_status open_find(struct opening *opening)
+{
+    struct kvk_cache *cache = opening->cache;
+    const struct kvk_open_request *request = opening->request;
+    struct kvk_session *session;
+    enum kvk_status status =
+        kvk_session_find(cache, opening->caller, request->session_id, &session, opening->error);
+    if (status != KVK_OK) {
+        return status;
+    }
+    opening->instance = session->instance;
+    opening->repeated_id = find_repeated(session->instance, &request->request_id);
+    if (opening->repeated_id != 0) {
+        return KVK_OK;
+    }
+    if (cache->draining) {
+        return kvk_fail(opening->error, KVK_UNAVAILABLE, KVK_CAUSE_DRAINING, "",
+                        "the daemon is draining: no new sequences");
+    }
+    status =
+        kvk_space_find(cache, opening->caller, request->space_id, &opening->space, opening->error);
+    if (status != KVK_OK) {
+        return status;
+    }
+    if (opening->space->tenant != session->tenant) {
+        return kvk_fail(opening->error, KVK_PERMISSION, KVK_CAUSE_NOT_OWNER, "space_id",
+                        "the space is of another tenant than the session");
+    }
+    uint64_t tokens = request->prompt.token_count;
+    opening->size = (struct kvk_sequence_size){
+        .group_count = opening->space->group_count,
+        .tokens = tokens + request->growth_tokens,
+        .blocks = kvk_blocks_for(opening->space, tokens + request->growth_tokens),
+        .spans = request->prompt.span_count,
+        .salt_size = request->prompt.salt_size,
+    };
+    return KVK_OK;
+}
+
+/* ---- What is cached ---- */
+
+static enum kvk_status open_fill(struct opening *opening)
+{
+    struct kvk_sequence *sequence = opening->sequence;
+    const struct kvk_prompt *prompt = &opening->request->prompt;
+    uint32_t roots[KVK_GROUP_COUNT_MAX];
+    enum kvk_status status = kvk_space_roots(opening->cache, opening->space, prompt->salt,
+                                             prompt->salt_size, roots, opening->error);
+    if (status != KVK_OK) {
+        return status;
+    }
+    for (uint32_t g = 0; g < opening->space->group_count; g++) {
+        sequence->groups[g].root = roots[g];
+        sequence->groups[g].cursor.root = roots[g];
+    }
+    if (prompt->token_count > 0) {
+        memcpy(sequence->tokens, prompt->tokens, prompt->token_count * sizeof(uint32_t));
+    }
+    if (prompt->span_count > 0) {
+        memcpy(sequence->spans, prompt->spans, prompt->span_count * sizeof(*prompt->spans));
+    }
+    if (prompt->salt_size > 0) {
+        memcpy(sequence->salt, prompt->salt, prompt->salt_size);
+    }
+    sequence->span_count = prompt->span_count;
+    sequence->salt_size = prompt->salt_size;
+    sequence->length = prompt->token_count;
+    sequence->committed = prompt->token_count;
+    sequence->request_id = opening->request->request_id;
+    sequence->state = KVK_SEQUENCE_RUNNING;
+    sequence->home = home_of(opening);
+    return KVK_OK;
+}
+
+/* Hold, and pin where it lies, what a query behind the longest cached prefix sees. */
+static void open_prefix(struct opening *opening)
+{
+    struct kvk_cache *cache = opening->cache;
+    struct kvk_sequence *sequence = opening->sequence;
+    struct kvk_space *space = opening->space;
+    const struct kvk_prompt *prompt = &opening->request->prompt;
+    struct kvk_prefix prefix = {0};
+    uint32_t roots[KVK_GROUP_COUNT_MAX];
+    for (uint32_t g = 0; g < space->group_count; g++) {
+        roots[g] = sequence->groups[g].root;
+    }
+    if (opening->lookup) {
+        uint64_t begun_ns = kvk_clock_now(cache->clock);
+        uint64_t limit = kvk_prefix_limit(space, prompt, opening->request->leave_last);
+        kvk_prefix_find(cache, space, roots, prompt, limit, &prefix);
+        cache->stats.lookup_ns += kvk_clock_now(cache->clock) - begun_ns;
+    }
+    uint32_t blocks = (uint32_t)prefix.blocks;
+    for (uint32_t g = 0; g < space->group_count; g++) {
+        struct kvk_sequence_group *table = &sequence->groups[g];
+        for (uint32_t i = 0; i < blocks; i++) {
+            table->blocks[i] = KVK_BLOCK_NONE;
+            table->pins[i] = 0;
+            if (kvk_group_sees(space->groups[g], blocks, i)) {
+                kvk_sequence_take(cache, sequence, g, i, cache->path[g][i], true);
+            }
+        }
+        table->block_count = blocks;
+        if (space->groups[g]->windowed) {
+            uint64_t start = kvk_geometry_window_start(&space->groups[g]->geometry,
+                                                       (uint64_t)blocks * space->block_tokens);
+            table->keep_block = (uint32_t)(start / space->block_tokens);
+            table->window_block = table->keep_block;
+        }
+        if (blocks > 0) {
+            kvk_sequence_move_cursor(cache, table,
+                                     (struct kvk_cursor){.root = table->root,
+                                                         .block = cache->path[g][blocks - 1],
+                                                         .blocks = blocks});
+        }
+    }
+    sequence->cached = (uint64_t)blocks * space->block_tokens;
+    sequence->sealed = sequence->cached;
+    for (uint32_t r = 0; r < space->rank_count; r++) {
+        sequence->rank_sealed[r] = sequence->cached;
+    }
+    sequence->whole_blocks = blocks;
+}
+
+/* ---- The rest ---- */
+
+static enum kvk_status open_reserve_drops(struct opening *opening)
+{
+    struct kvk_cache *cache = opening->cache;
+    struct kvk_sequence *sequence = opening->sequence;
+    struct kvk_space *space = opening->space;
+    uint64_t growth_tokens = opening->request->growth_tokens;
+    uint32_t total = kvk_blocks_for(space, sequence->length);
+    struct kvk_room_want want = {
+        .tier = sequence->home,
+        .growth_bytes = kvk_sequence_growth_bytes(space, sequence->length, growth_tokens),
+        .sequence_id = sequence->id,
+    };
+    uint32_t *blocks[KVK_GROUP_COUNT_MAX];
+    uint64_t wanted = 0;
+    for (uint32_t g = 0; g < space->group_count; g++) {
+        struct kvk_sequence_group *table = &sequence->groups[g];
+        want.counts[g] = total - table->block_count;
+        blocks[g] = table->blocks + table->block_count;
+        wanted += want.counts[g];
+    }
+    if (wanted == 0 && want.growth_bytes == 0) {
+        return KVK_OK;
+    }
+    enum kvk_status status =
+        kvk_room_reserve_drops(cache, space, &want, blocks, opening->caller, opening->error);
+    if (status != KVK_OK) {
+        return status;
+    }
+    for (uint32_t g = 0; g < space->group_count; g++) {
+        struct kvk_sequence_group *table = &sequence->groups[g];
+        for (uint32_t i = table->block_count; i < total; i++) {
+            table->pins[i] = (uint8_t)(sequence->home + 1);
+            kvk_block_grant(cache, table->blocks[i]);
+        }
+        table->block_count = total;
+    }
+    sequence->growth_tokens = growth_tokens;
+    kvk_sequence_keep_growth(cache, sequence, want.growth_bytes);
+    return KVK_OK;
+}
+
+/* The next blocks of the prefix that lie on the host, head first, from block `*next` on. */
+static uint32_t next_on_host(const struct kvk_sequence *sequence, uint32_t *next,
+                             struct kvk_relocation list[PROMOTE_SLICE])
+{
+    uint32_t prefix_blocks = (uint32_t)(sequence->cached / sequence->space->block_tokens);
+    uint32_t group_count = sequence->space->group_count;
+    uint32_t count = 0;
+    for (; *next < prefix_blocks && count + group_count <= PROMOTE_SLICE; (*next)++) {
+        for (uint32_t g = 0; g < group_count; g++) {
+            if (sequence->groups[g].pins[*next] == KVK_TIER_HOST + 1) {
+                list[count++] = (struct kvk_relocation){.group = g, .index = *next};
+            }
+        }
+    }
+    return count;
+}
+
+/* Bring what lies on the host to the device, as far as there is room; the rest is used where it
+ * is. KVK_DATA_LOSS: it does not match its checksum. */
+static enum kvk_status open_promote_drops(struct opening *opening)
+{
+    struct kvk_sequence *sequence = opening->sequence;
+    if (sequence->home != KVK_TIER_DEVICE || opening->request->leave_on_host) {
+        return KVK_OK;
+    }
+    struct kvk_relocation list[PROMOTE_SLICE];
+    uint32_t next = 0;
+    for (;;) {
+        uint32_t count = next_on_host(sequence, &next, list);
+        if (count == 0) {
+            return KVK_OK;
+        }
+        if (!opening->caller->may_block) {
+            return KVK_WOULD_BLOCK;
+        }
+        uint32_t moved = 0;
+        enum kvk_status status = kvk_sequence_bring_drops(
+            opening->cache, sequence, KVK_TIER_DEVICE, list, count, &moved, opening->caller, NULL);
+        opening->cache->stats.promoted_blocks += moved;
+        if (status == KVK_DATA_LOSS || status == KVK_DEADLINE || status == KVK_CANCELLED) {
+            return kvk_fail(opening->error, status, KVK_CAUSE_NONE, "",
+                            "the call ended while blocks were brought to the device");
+        }
+        if (status != KVK_OK || moved < count || kvk_sequence_is_lost(sequence)) {
+            return KVK_OK;
+        }
+    }
+}
+
+/* A use of every block of the prefix, deepest first, now that the call succeeds. */
+static void open_count(struct opening *opening)
+{
+    struct kvk_cache *cache = opening->cache;
+    const struct kvk_sequence *sequence = opening->sequence;
+    struct kvk_space *space = opening->space;
+    uint32_t prefix_blocks = (uint32_t)(sequence->cached / space->block_tokens);
+    uint64_t now = kvk_policy_now(cache);
+    cache->stamp++;
+    for (uint32_t g = 0; g < space->group_count; g++) {
+        for (uint32_t i = prefix_blocks; i > 0; i--) {
+            uint32_t id = sequence->groups[g].blocks[i - 1];
+            if (id == KVK_BLOCK_NONE) {
+                continue;
+            }
+            struct kvk_block *block = kvk_index_block(cache->index, id);
+            if (block->run != UINT32_MAX) { /* else invalidated meanwhile */
+                kvk_evict_use(cache->evict, block, space->groups[g]->windowed, cache->stamp, now);
+            }
+        }
+    }
+    cache->stats.opens++;
+    cache->stats.saved_ns += kvk_space_recompute_ns(space, 0, sequence->cached);
+    if (!opening->request->no_lookup) {
+        kvk_prefix_count(cache, space, sequence->length, sequence->cached, opening->request->retry);
+    }
+}
+
+/* With the lock: everything from the walk on. On failure the sequence is gone. */
+static enum kvk_status open_run_drops(struct opening *opening)
+{
+    struct kvk_sequence *sequence = opening->sequence;
+    kvk_sequence_busy_begin(sequence);
+    enum kvk_status status = open_fill(opening);
+    if (status == KVK_OK) {
+        open_prefix(opening); /* held before the lock is dropped: making room cannot take it */
+        status = open_reserve_drops(opening);
+    }
+    if (status == KVK_OK) {
+        status = open_promote_drops(opening);
+    }
+    if (status == KVK_OK && sequence->doomed) {
+        status = kvk_fail(opening->error, KVK_ABORTED, KVK_CAUSE_SESSION_ENDED, "session_id",
+                          "the session ended while the sequence was opened");
+    }
+    sequence->busy = false;
+    sequence->doomed = false;
+    sequence->cut_wanted = false; /* nobody was told of its slots yet */
+    if (status == KVK_OK) {
+        open_count(opening);
+    } else {
+        kvk_sequence_end(opening->cache, sequence, NULL);
+    }
+    return status;
+}
+
+/* One try, from allocation to answer. */
+static enum kvk_status open_try(struct opening *opening, struct kvk_sequence_reply *reply)
+{
+    struct kvk_cache *cache = opening->cache;
+    kvk_lock(&cache->lock);
+    enum kvk_status status = open_find(opening);
+    kvk_unlock(&cache->lock);
+    if (status != KVK_OK || opening->repeated_id != 0) {
+        return status;
+    }
+    if (opening->tables != NULL) {
+        status = kvk_tables_reserve_unlocked(
+            opening->tables, opening->size.blocks * opening->size.group_count, opening->error);
+    }
+    if (status == KVK_OK) {
+        status = kvk_sequence_create(&opening->size, &opening->sequence, opening->error);
+    }
+    if (status != KVK_OK) {
+        return status;
+    }
+
+    kvk_lock(&cache->lock);
+    status = open_find(opening);
+    if (status == KVK_OK && opening->repeated_id == 0) {
+        status = kvk_sequence_link(cache, opening->sequence, opening->instance, opening->space,
+                                   opening->error);
+        if (status == KVK_EXHAUSTED && opening->error != NULL) {
+            kvk_refusal_note(cache, opening->caller, opening->space->tenant, 0, 0, opening->error);
+        }
+    }
+    if (status != KVK_OK || opening->repeated_id != 0) {
+        kvk_unlock(&cache->lock);
+        kvk_sequence_free(opening->sequence);
+        return status;
+    }
+    status = open_run_drops(opening);
+    if (status == KVK_OK) {
+        kvk_sequence_answer(opening->sequence, reply);
+        kvk_sequence_tables_all(cache, opening->sequence, opening->tables);
+    }
+    kvk_unlock(&cache->lock);
+    return status;
+}
+
+enum kvk_status kvk_sequence_open(struct kvk_cache *cache, const struct kvk_caller *caller,
+                                  const struct kvk_open_request *request,
+                                  struct kvk_sequence_reply *reply, struct kvk_tables *tables,
+                                  struct kvk_error *error)
+{
+    struct opening opening = {
+        .cache = cache,
+        .caller = caller,
+        .request = request,
+        .tables = tables,
+        .error = error,
+        .lookup = !request->no_lookup,
+    };
+    *reply = (struct kvk_sequence_reply){0};
+    enum kvk_status status = check_request(&opening);
+    if (status != KVK_OK) {
+        return status;
+    }
+    status = open_try(&opening, reply);
+    if (status == KVK_DATA_LOSS) {
+        /* What is cached is damaged: a miss, never a hit. */
+        opening.lookup = false;
+        status = open_try(&opening, reply);
+    }
+    if (status == KVK_OK && opening.repeated_id != 0) {
+        return kvk_sequence_get(cache, caller, request->session_id, opening.repeated_id, reply,
+                                tables, error);
+    }
+    return status;
+}
