@@ -1,0 +1,484 @@
+#include "daemon/space.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/assert.h"
+#include "daemon/space_internal.h"
+
+#define GENERATION_SIZE sizeof(uint64_t)
+
+/* ---- Checking a request ---- */
+
+static enum kvk_status check_cost(const char *field, double value, struct kvk_error *error)
+{
+    if (isfinite(value) && value >= 0) {
+        return KVK_OK;
+    }
+    return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, field,
+                    "%s: must be a finite number, 0 or more", field);
+}
+
+static enum kvk_status check_group(const struct kvk_space_request *request, uint32_t index,
+                                   struct kvk_error *error)
+{
+    const struct kvk_geometry *group = &request->groups[index];
+    char prefix[32];
+    char field[KVK_ERROR_FIELD_SIZE];
+    (void)snprintf(prefix, sizeof(prefix), "groups[%u].", index);
+    enum kvk_status status = kvk_geometry_check(group, prefix, error);
+    if (status != KVK_OK) {
+        return status;
+    }
+    if (group->block_tokens != request->block_tokens) {
+        (void)snprintf(field, sizeof(field), "%sblock_tokens", prefix);
+        return kvk_fail_limit(error, KVK_INVALID, KVK_CAUSE_FIELD, field, group->block_tokens,
+                              request->block_tokens, "%s: must be the space's: %u", field,
+                              request->block_tokens);
+    }
+    if (group->tensor_shards != request->groups[0].tensor_shards ||
+        group->pipeline_shards != request->groups[0].pipeline_shards) {
+        (void)snprintf(field, sizeof(field), "%stensor_shards", prefix);
+        return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, field,
+                        "%s: shards must be alike in all groups", field);
+    }
+    return KVK_OK;
+}
+
+static enum kvk_status check_request(const struct kvk_space_request *request,
+                                     struct kvk_error *error)
+{
+    if (request->block_tokens == 0 || request->block_tokens > KVK_BLOCK_TOKENS_MAX) {
+        return kvk_fail_limit(error, KVK_INVALID, KVK_CAUSE_FIELD, "block_tokens",
+                              request->block_tokens, KVK_BLOCK_TOKENS_MAX,
+                              "block_tokens: must be 1 to %d", KVK_BLOCK_TOKENS_MAX);
+    }
+    if (request->group_count == 0 || request->group_count > KVK_GROUP_COUNT_MAX) {
+        return kvk_fail_limit(error, KVK_INVALID, KVK_CAUSE_FIELD, "groups", request->group_count,
+                              KVK_GROUP_COUNT_MAX, "groups: must be 1 to %d", KVK_GROUP_COUNT_MAX);
+    }
+    for (uint32_t i = 0; i < request->group_count; i++) {
+        enum kvk_status status = check_group(request, i, error);
+        if (status != KVK_OK) {
+            return status;
+        }
+    }
+    const struct {
+        const char *field;
+        double value;
+    } costs[] = {
+        {"prefill_cost.flops_per_token", request->flops_per_token},
+        {"prefill_cost.flops_per_token_position", request->flops_per_token_position},
+        {"prefill_cost.flops_per_second", request->flops_per_second},
+    };
+    for (size_t i = 0; i < sizeof(costs) / sizeof(costs[0]); i++) {
+        enum kvk_status status = check_cost(costs[i].field, costs[i].value, error);
+        if (status != KVK_OK) {
+            return status;
+        }
+    }
+    return KVK_OK;
+}
+
+/* ---- Finding ---- */
+
+static struct kvk_space *space_with_identity(const struct kvk_cache *cache,
+                                             const struct kvk_tenant *tenant,
+                                             const uint8_t *identity, size_t identity_size)
+{
+    for (struct kvk_space *space = cache->spaces; space != NULL; space = space->next) {
+        if (space->tenant == tenant && space->identity_size == identity_size &&
+            memcmp(space->identity, identity, identity_size) == 0) {
+            return space;
+        }
+    }
+    return NULL;
+}
+
+static enum kvk_status compare_geometry(const struct kvk_space *space,
+                                        const struct kvk_space_request *request,
+                                        struct kvk_error *error)
+{
+    char field[KVK_ERROR_FIELD_SIZE] = "block_tokens";
+    bool equal = space->block_tokens == request->block_tokens;
+    if (equal) {
+        (void)snprintf(field, sizeof(field), "groups");
+        equal = space->group_count == request->group_count;
+    }
+    for (uint32_t i = 0; equal && i < space->group_count; i++) {
+        (void)snprintf(field, sizeof(field), "groups[%u]", i);
+        equal = kvk_geometry_equal(&space->groups[i]->geometry, &request->groups[i]);
+    }
+    if (equal) {
+        return KVK_OK;
+    }
+    return kvk_fail(error, KVK_EXISTS, KVK_CAUSE_IDENTITY_MISMATCH, field,
+                    "a space with this identity exists with another geometry: %s differs", field);
+}
+
+static void fill_reply(const struct kvk_space *space, bool created, struct kvk_space_reply *reply)
+{
+    *reply = (struct kvk_space_reply){
+        .space_id = space->id,
+        .created = created,
+        .group_count = space->group_count,
+    };
+    for (uint32_t i = 0; i < space->group_count; i++) {
+        const struct kvk_group *group = space->groups[i];
+        reply->groups[i].block_bytes = group->block_bytes;
+        reply->groups[i].shard_count = group->shard_count;
+        memcpy(reply->groups[i].shard_bytes, group->shard_bytes, sizeof(group->shard_bytes));
+        reply->groups[i].rank_count = space->rank_count;
+        for (uint32_t rank = 0; rank < space->rank_count; rank++) {
+            reply->groups[i].rank_shard[rank] = kvk_geometry_rank_shard(&group->geometry, rank);
+        }
+    }
+}
+
+enum kvk_status kvk_space_find(struct kvk_cache *cache, const struct kvk_caller *caller,
+                               uint64_t space_id, struct kvk_space **space, struct kvk_error *error)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    struct kvk_space *found = kvk_table_get(&cache->space_table, space_id);
+    if (found == NULL || !kvk_credential_allows(caller->credential, found->tenant)) {
+        return kvk_fail(error, KVK_NOT_FOUND, KVK_CAUSE_NONE, "space_id", "no such space");
+    }
+    *space = found;
+    return KVK_OK;
+}
+
+struct kvk_group *kvk_group_of(const struct kvk_cache *cache, const struct kvk_block *block)
+{
+    KVK_ASSERT(block->arena < cache->group_capacity);
+    struct kvk_group *group = cache->groups[block->arena];
+    KVK_ASSERT(group != NULL);
+    return group;
+}
+
+/* ---- Making and reclaiming ---- */
+
+/* The memory of a space that is in no list, or no longer. */
+static void space_destroy_unlocked(struct kvk_cache *cache, struct kvk_space *space)
+{
+    if (space == NULL) {
+        return;
+    }
+    for (uint32_t i = 0; i < space->group_count; i++) {
+        kvk_group_destroy_unlocked(cache, space->groups[i]);
+    }
+    free(space->identity);
+    free(space);
+}
+
+/* Takes `identity` over, also where it fails. */
+static enum kvk_status space_create_unlocked(struct kvk_cache *cache,
+                                             const struct kvk_tenant *tenant,
+                                             const struct kvk_space_request *request,
+                                             uint8_t *identity, size_t identity_size,
+                                             struct kvk_space **result, struct kvk_error *error)
+{
+    struct kvk_space *space = calloc(1, sizeof(*space));
+    if (space == NULL) {
+        free(identity);
+        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for a space");
+    }
+    space->tenant = tenant;
+    space->identity = identity;
+    space->identity_size = identity_size;
+    space->block_tokens = request->block_tokens;
+    space->rank_count = kvk_geometry_rank_count(&request->groups[0]);
+    space->flops_per_token = request->flops_per_token;
+    space->flops_per_token_position = request->flops_per_token_position;
+    space->flops_per_second = request->flops_per_second;
+    space->lookup_min_tokens = request->lookup_min_tokens;
+    kvk_space_set_generation(space, 1);
+    for (uint32_t i = 0; i < request->group_count; i++) {
+        struct kvk_group *group;
+        enum kvk_status status =
+            kvk_group_create(cache, space, i, &request->groups[i], &group, error);
+        if (status != KVK_OK) {
+            space_destroy_unlocked(cache, space);
+            return status;
+        }
+        space->group_count++;
+    }
+    *result = space;
+    return KVK_OK;
+}
+
+static void space_unlink(struct kvk_cache *cache, struct kvk_space *space)
+{
+    struct kvk_space **link = &cache->spaces;
+    while (*link != space) {
+        KVK_ASSERT(*link != NULL);
+        link = &(*link)->next;
+    }
+    *link = space->next;
+    void *known = kvk_table_remove(&cache->space_table, space->id);
+    KVK_ASSERT(known == space);
+    for (uint32_t i = 0; i < space->group_count; i++) {
+        cache->groups[space->groups[i]->number] = NULL;
+    }
+    KVK_ASSERT(cache->space_count > 0);
+    cache->space_count--;
+}
+
+/* A place among config.spaces, where need be that of a space which nobody misses. */
+static enum kvk_status place_take_drops(struct kvk_cache *cache, struct kvk_error *error)
+{
+    if (cache->space_count < cache->config->spaces) {
+        cache->space_count++;
+        return KVK_OK;
+    }
+    kvk_tier_punch_drops(cache);
+    for (struct kvk_space *space = cache->spaces; space != NULL; space = space->next) {
+        if (!kvk_space_is_unused(cache, space)) {
+            continue;
+        }
+        space_unlink(cache, space);
+        cache->space_count++;
+        kvk_unlock(&cache->lock);
+        space_destroy_unlocked(cache, space);
+        kvk_lock(&cache->lock);
+        return KVK_OK;
+    }
+    return kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "spaces", cache->space_count,
+                          cache->config->spaces, "all %u spaces of the configuration are in use",
+                          cache->config->spaces);
+}
+
+static uint32_t group_number_take(struct kvk_cache *cache, struct kvk_group *group)
+{
+    for (uint32_t i = 0; i < cache->group_capacity; i++) {
+        if (cache->groups[i] == NULL) {
+            cache->groups[i] = group;
+            return i;
+        }
+    }
+    KVK_UNREACHABLE(); /* there are as many as config.spaces can have */
+}
+
+/* How many blocks of this space the tiers would hold, for ghosts and the prior of the policy. */
+static void capacity_learn(struct kvk_cache *cache, const struct kvk_space *space)
+{
+    uint64_t space_bytes = 0;
+    for (uint32_t i = 0; i < space->group_count; i++) {
+        space_bytes += space->groups[i]->block_bytes;
+    }
+    uint64_t blocks = 0;
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+        blocks += cache->tiers[i].pool.limit_bytes / space_bytes * space->group_count;
+    }
+    if (blocks > cache->config->blocks) {
+        blocks = cache->config->blocks;
+    }
+    if (blocks <= cache->capacity_blocks) {
+        return;
+    }
+    uint64_t ghosts = blocks * cache->config->ghost_ratio;
+    uint32_t ghost_count = ghosts > UINT32_MAX / 2 ? UINT32_MAX / 2 : (uint32_t)ghosts;
+    if (kvk_evict_resize(cache->evict, ghost_count, (uint32_t)blocks) == KVK_OK) {
+        cache->capacity_blocks = (uint32_t)blocks; /* else the policy learns from fewer ghosts */
+    }
+}
+
+static void space_link(struct kvk_cache *cache, struct kvk_space *space)
+{
+    space->id = kvk_cache_new_id(cache);
+    space->constant_hash = cache->constant_hash;
+    for (uint32_t i = 0; i < space->group_count; i++) {
+        space->groups[i]->number = group_number_take(cache, space->groups[i]);
+    }
+    enum kvk_status status = kvk_table_put(&cache->space_table, space->id, space);
+    KVK_ASSERT(status == KVK_OK); /* the place was taken before */
+    space->next = cache->spaces;
+    cache->spaces = space;
+    capacity_learn(cache, space);
+}
+
+/* Make the space without the lock, then see whether somebody else was faster. */
+static enum kvk_status open_new_drops(struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                                      const struct kvk_space_request *request, uint8_t *identity,
+                                      size_t identity_size, struct kvk_space_reply *reply,
+                                      struct kvk_error *error)
+{
+    struct kvk_space *space = NULL;
+    enum kvk_status status = place_take_drops(cache, error);
+    if (status != KVK_OK) {
+        free(identity);
+        return status;
+    }
+    kvk_unlock(&cache->lock);
+    status = space_create_unlocked(cache, tenant, request, identity, identity_size, &space, error);
+    kvk_lock(&cache->lock);
+    if (status != KVK_OK) {
+        cache->space_count--;
+        return status;
+    }
+    struct kvk_space *known =
+        space_with_identity(cache, tenant, space->identity, space->identity_size);
+    if (known == NULL) {
+        space_link(cache, space);
+        fill_reply(space, true, reply);
+        return KVK_OK;
+    }
+    cache->space_count--;
+    status = compare_geometry(known, request, error);
+    if (status == KVK_OK) {
+        fill_reply(known, false, reply);
+    }
+    kvk_unlock(&cache->lock);
+    space_destroy_unlocked(cache, space);
+    kvk_lock(&cache->lock);
+    return status;
+}
+
+enum kvk_status kvk_space_open(struct kvk_cache *cache, const struct kvk_caller *caller,
+                               const struct kvk_space_request *request,
+                               struct kvk_space_reply *reply, struct kvk_error *error)
+{
+    const struct kvk_tenant *tenant;
+    uint8_t *identity;
+    size_t identity_size;
+    enum kvk_status status = kvk_credential_tenant(caller->credential, request->tenant.data,
+                                                   request->tenant.size, &tenant, error);
+    if (status == KVK_OK) {
+        status = check_request(request, error);
+    }
+    if (status == KVK_OK) {
+        status = kvk_identity_encode(&request->identity, GENERATION_SIZE, &identity, &identity_size,
+                                     error);
+    }
+    if (status != KVK_OK) {
+        return status;
+    }
+    kvk_lock(&cache->lock);
+    struct kvk_space *known = space_with_identity(cache, tenant, identity, identity_size);
+    if (known != NULL) {
+        status = compare_geometry(known, request, error);
+        if (status == KVK_OK) {
+            fill_reply(known, false, reply);
+        }
+        free(identity);
+    } else if (!caller->may_block) {
+        status = KVK_WOULD_BLOCK;
+        free(identity);
+    } else {
+        status = open_new_drops(cache, tenant, request, identity, identity_size, reply, error);
+    }
+    if (status == KVK_EXHAUSTED) {
+        kvk_refusal_note(cache, caller, tenant, 0, 0, error);
+    }
+    kvk_unlock(&cache->lock);
+    return status;
+}
+
+void kvk_space_destroy_all(struct kvk_cache *cache)
+{
+    KVK_ASSERT(kvk_locks_held() == 0);
+    while (cache->spaces != NULL) {
+        struct kvk_space *space = cache->spaces;
+        kvk_lock(&cache->lock);
+        space_unlink(cache, space);
+        kvk_unlock(&cache->lock);
+        space_destroy_unlocked(cache, space);
+    }
+}
+
+/* ---- Roots ---- */
+
+/* (group number, low half of the generation): what kvk_root_is_current() compares. A group's
+ * number is not given on while a root of it lives, for its space is then in use. */
+static uint64_t root_user(const struct kvk_group *group)
+{
+    return (uint64_t)group->number << 32 | (uint32_t)group->space->generation;
+}
+
+enum kvk_status kvk_space_roots(struct kvk_cache *cache, struct kvk_space *space,
+                                const uint8_t *salt, size_t salt_size,
+                                uint32_t roots[KVK_GROUP_COUNT_MAX], struct kvk_error *error)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    for (uint32_t i = 0; i < KVK_GROUP_COUNT_MAX; i++) {
+        roots[i] = KVK_ROOT_NONE;
+    }
+    for (uint32_t i = 0; i < space->group_count; i++) {
+        const struct kvk_root_options options = {
+            .hasher =
+                space->constant_hash ? &space->tenant->hasher_constant : &space->tenant->hasher,
+            .identity = space->identity,
+            .identity_size = space->identity_size + GENERATION_SIZE,
+            .group = i,
+            .salt = salt,
+            .salt_size = salt_size,
+            .block_tokens = space->block_tokens,
+            .windowed = space->groups[i]->windowed,
+            .user = root_user(space->groups[i]),
+        };
+        if (kvk_index_root_open(cache->index, &options, &roots[i]) != KVK_OK) {
+            roots[i] = KVK_ROOT_NONE;
+            kvk_space_roots_release(cache, space, roots);
+            return kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "salt",
+                                  cache->config->roots, cache->config->roots,
+                                  "all %u roots (salts x groups) of the configuration are in use",
+                                  cache->config->roots);
+        }
+    }
+    return KVK_OK;
+}
+
+void kvk_space_roots_release(struct kvk_cache *cache, struct kvk_space *space,
+                             const uint32_t roots[KVK_GROUP_COUNT_MAX])
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    for (uint32_t i = 0; i < space->group_count; i++) {
+        if (roots[i] != KVK_ROOT_NONE) {
+            kvk_index_root_release(cache->index, roots[i]);
+        }
+    }
+}
+
+bool kvk_root_is_current(const struct kvk_cache *cache, uint32_t root)
+{
+    uint64_t user = kvk_index_root_user(cache->index, root);
+    const struct kvk_group *group = cache->groups[user >> 32];
+    KVK_ASSERT(group != NULL);
+    return (uint32_t)user == (uint32_t)group->space->generation;
+}
+
+/* ---- What it costs to compute again ---- */
+
+/*
+ * A token at position p costs flops_per_token + flops_per_token_position x p; a block that begins
+ * at position p costs tokens x (flops_per_token + flops_per_token_position x (p + half a block)).
+ */
+static double flops_at(const struct kvk_space *space, double first_token)
+{
+    double middle = first_token + space->block_tokens / 2.0;
+    return space->flops_per_token + space->flops_per_token_position * middle;
+}
+
+float kvk_space_block_cost(const struct kvk_space *space, uint64_t position)
+{
+    double first = flops_at(space, 0);
+    if (first <= 0) {
+        return 1.0F;
+    }
+    return (float)(flops_at(space, (double)position * space->block_tokens) / first);
+}
+
+uint64_t kvk_space_recompute_ns(const struct kvk_space *space, uint64_t first, uint64_t last)
+{
+    KVK_ASSERT(first <= last);
+    if (space->flops_per_second <= 0) {
+        return 0;
+    }
+    double a = (double)first;
+    double b = (double)last;
+    double flops =
+        (b - a) * space->flops_per_token + (b * b - a * a) / 2 * space->flops_per_token_position;
+    double ns = flops / space->flops_per_second * (double)KVK_NS_PER_SECOND;
+    return ns < 1e18 ? (uint64_t)ns : (uint64_t)1e18;
+}

@@ -1,0 +1,230 @@
+/*
+ * The memory of a layer group: per tier its files of slots, and the tables beside them. Everything
+ * is address space until slabs come, so a space that is not used costs next to nothing.
+ */
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "base/assert.h"
+#include "base/bytes.h"
+#include "daemon/space_internal.h"
+
+/* A first block's cost per byte where a space does not say what prefilling costs: that of a model
+ * of eight billion parameters, so that it competes on equal terms with those that do. */
+#define DEFAULT_FLOPS_PER_BYTE 122880.0
+
+/* Zero pages, which cost nothing until they are written. NULL: no address space. */
+static void *pages_create(size_t size)
+{
+    void *pages = mmap(NULL, size, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return pages == MAP_FAILED ? NULL : pages;
+}
+
+static void pages_destroy(void *pages, size_t size)
+{
+    if (pages != NULL) {
+        int failed = munmap(pages, size);
+        KVK_ASSERT(failed == 0);
+    }
+}
+
+static size_t checksums_size(const struct kvk_group *group, uint32_t slots)
+{
+    return (size_t)slots * group->shard_count * sizeof(uint64_t);
+}
+
+/* What one block of the group is worth per byte against blocks of other spaces. */
+static float weight_of(const struct kvk_space *space)
+{
+    if (space->flops_per_token <= 0) {
+        return (float)DEFAULT_FLOPS_PER_BYTE;
+    }
+    double bytes = 0;
+    for (uint32_t i = 0; i < space->group_count; i++) {
+        bytes += (double)kvk_geometry_block_bytes(&space->groups[i]->geometry);
+    }
+    double half = space->block_tokens / 2.0;
+    double flops =
+        space->block_tokens * (space->flops_per_token + space->flops_per_token_position * half);
+    return (float)(flops / bytes);
+}
+
+static enum kvk_status regions_create(struct kvk_cache *cache, struct kvk_group *group,
+                                      enum kvk_tier tier, struct kvk_error *error)
+{
+    static const char *const names[KVK_TIER_COUNT] = {"kvkeep-device", "kvkeep-host"};
+    struct kvk_group_tier *at = &group->tiers[tier];
+    struct kvk_device *device = cache->tiers[tier].device;
+    uint64_t slots = kvk_arena_slot_capacity(&at->arena);
+    for (uint32_t shard = 0; shard < group->shard_count; shard++) {
+        enum kvk_status status = device->ops->alloc(device, slots * group->shard_bytes[shard],
+                                                    names[tier], &at->regions[shard], error);
+        if (status != KVK_OK) {
+            return status;
+        }
+    }
+    return cache->memory->ops->alloc(cache->memory, slots * sizeof(uint32_t), "kvkeep-generations",
+                                     &at->generations, error);
+}
+
+static enum kvk_status tier_create(struct kvk_cache *cache, struct kvk_group *group,
+                                   enum kvk_tier tier, struct kvk_error *error)
+{
+    struct kvk_tier_state *state = &cache->tiers[tier];
+    struct kvk_group_tier *at = &group->tiers[tier];
+    if (state->device == NULL || state->pool.limit_bytes < group->block_bytes) {
+        return KVK_OK;
+    }
+    if (kvk_arena_init(&at->arena, &state->pool, group->block_bytes) != KVK_OK) {
+        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for a space's slots");
+    }
+    at->present = true; /* from here on destroying undoes what was done */
+    bool forgets = tier == KVK_TIER_HOST || cache->tiers[KVK_TIER_HOST].device == NULL;
+    float weight = weight_of(group->space);
+    kvk_evict_queue_init(&at->queue, cache->evict, tier, forgets, weight);
+    kvk_evict_queue_init(&at->clean, cache->evict, tier, false, weight);
+    kvk_evict_queue_init(&at->held, cache->evict, tier, false, weight);
+    uint32_t slots = kvk_arena_slot_capacity(&at->arena);
+    at->checksums = pages_create(checksums_size(group, slots));
+    at->owners = pages_create((size_t)slots * sizeof(*at->owners));
+    at->places = calloc(at->arena.slab_capacity, sizeof(*at->places));
+    if (at->checksums == NULL || at->owners == NULL || at->places == NULL) {
+        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for a space's slots");
+    }
+    return regions_create(cache, group, tier, error);
+}
+
+static enum kvk_status check_presence(const struct kvk_cache *cache, const struct kvk_group *group,
+                                      struct kvk_error *error)
+{
+    uint64_t limit = 0;
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+        if (group->tiers[i].present) {
+            return KVK_OK;
+        }
+        if (cache->tiers[i].pool.limit_bytes > limit) {
+            limit = cache->tiers[i].pool.limit_bytes;
+        }
+    }
+    return kvk_fail_limit(
+        error, KVK_EXHAUSTED, KVK_CAUSE_TOO_LARGE, "block_tokens", group->block_bytes, limit,
+        "one block of group %u has %llu bytes, more than any tier: %llu", group->index,
+        (unsigned long long)group->block_bytes, (unsigned long long)limit);
+}
+
+enum kvk_status kvk_group_create(struct kvk_cache *cache, struct kvk_space *space, uint32_t index,
+                                 const struct kvk_geometry *geometry, struct kvk_group **result,
+                                 struct kvk_error *error)
+{
+    KVK_ASSERT(kvk_locks_held() == 0);
+    struct kvk_group *group = calloc(1, sizeof(*group));
+    if (group == NULL) {
+        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for a group");
+    }
+    group->space = space;
+    group->number = UINT32_MAX;
+    group->index = index;
+    group->geometry = *geometry;
+    group->shard_count = kvk_geometry_shard_count(geometry);
+    for (uint32_t shard = 0; shard < group->shard_count; shard++) {
+        group->shard_bytes[shard] = kvk_geometry_shard_bytes(geometry, shard);
+    }
+    group->block_bytes = kvk_geometry_block_bytes(geometry);
+    group->windowed = geometry->window > 0;
+    space->groups[index] = group;
+
+    enum kvk_status status = KVK_OK;
+    for (int i = 0; i < KVK_TIER_COUNT && status == KVK_OK; i++) {
+        status = tier_create(cache, group, (enum kvk_tier)i, error);
+    }
+    if (status == KVK_OK) {
+        status = check_presence(cache, group, error);
+    }
+    if (status != KVK_OK) {
+        space->groups[index] = NULL;
+        kvk_group_destroy_unlocked(cache, group);
+        return status;
+    }
+    *result = group;
+    return KVK_OK;
+}
+
+static void tier_destroy(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier)
+{
+    struct kvk_group_tier *at = &group->tiers[tier];
+    struct kvk_device *device = cache->tiers[tier].device;
+    if (!at->present) {
+        return;
+    }
+    for (uint32_t shard = 0; shard < group->shard_count; shard++) {
+        if (at->regions[shard].address != NULL) {
+            device->ops->free(device, &at->regions[shard]);
+        }
+    }
+    if (at->generations.address != NULL) {
+        cache->memory->ops->free(cache->memory, &at->generations);
+    }
+    uint32_t slots = kvk_arena_slot_capacity(&at->arena);
+    pages_destroy(at->checksums, checksums_size(group, slots));
+    pages_destroy(at->owners, (size_t)slots * sizeof(*at->owners));
+    free(at->places);
+    kvk_evict_queue_finish(&at->queue);
+    kvk_evict_queue_finish(&at->clean);
+    kvk_evict_queue_finish(&at->held);
+    kvk_lock(&cache->lock);
+    kvk_arena_finish(&at->arena);
+    kvk_unlock(&cache->lock);
+}
+
+void kvk_group_destroy_unlocked(struct kvk_cache *cache, struct kvk_group *group)
+{
+    KVK_ASSERT(kvk_locks_held() == 0);
+    if (group == NULL) {
+        return;
+    }
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+        tier_destroy(cache, group, (enum kvk_tier)i);
+    }
+    free(group);
+}
+
+bool kvk_group_is_unused(const struct kvk_cache *cache, const struct kvk_group *group)
+{
+    for (int i = 0; i < KVK_BLOCK_STATE_COUNT; i++) {
+        if (group->state_counts[i] > 0) {
+            return false;
+        }
+    }
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+        if (group->tiers[i].present && group->tiers[i].arena.used_count > 0) {
+            return false;
+        }
+    }
+    for (const struct kvk_punch *punch = cache->punches; punch != NULL; punch = punch->next) {
+        if (punch->group == group) {
+            return false;
+        }
+    }
+    return true;
+}
+
+bool kvk_space_is_unused(const struct kvk_cache *cache, const struct kvk_space *space)
+{
+    if (space->reference_count > 0) {
+        return false;
+    }
+    for (uint32_t i = 0; i < space->group_count; i++) {
+        if (!kvk_group_is_unused(cache, space->groups[i])) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void kvk_space_set_generation(struct kvk_space *space, uint64_t generation)
+{
+    space->generation = generation;
+    kvk_store_le64(space->identity + space->identity_size, generation);
+}
