@@ -349,6 +349,7 @@ struct kvk_cache {
     struct kvk_space *spaces;
     struct kvk_table space_table; /* id -> struct kvk_space */
     uint32_t space_count;
+    uint32_t capacity_blocks;  /* that the tiers can hold, as the policy was told */
     struct kvk_group **groups; /* [group_capacity], NULL: free number */
     uint32_t group_capacity;
 
