@@ -1,0 +1,101 @@
+/*
+ * kvkeepctl: kvkeepd for operators, from a terminal or a script.
+ */
+#include <getopt.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "client/ctl/ctl.h"
+
+static const struct ctl_command commands[] = {
+    {"status", "the daemon, its tiers, and what is in them", "", ctl_status},
+    {"tenants", "what each tenant occupies", "", ctl_tenants},
+    {"spaces", "spaces, their geometry and hit rates", "", ctl_spaces},
+    {"sequences", "open sequences", "", ctl_sequences},
+    {"leases", "leases by age and owner", "", ctl_leases},
+    {"instances", "engines and their processes", "", ctl_instances},
+    {"why", "why was a request refused, and what stands in the way now", "", ctl_why},
+    {"stats", "all counters", "", ctl_stats},
+    {"top", "live: rates, occupancy, the busiest tenants", "", ctl_top},
+    {"replay", "replay a trace of requests", "", ctl_replay},
+    {"demo", "workers that share, fork, are preempted and crash; every byte verified", "",
+     ctl_demo},
+    {"bench", "measure look-ups and copies of a running daemon", "", ctl_bench},
+};
+#define COMMAND_COUNT (sizeof commands / sizeof commands[0])
+
+static int help(FILE *file)
+{
+    fprintf(file, "usage: kvkeepctl [--connect TARGET] [--token TOKEN] [--json] COMMAND …\n\n");
+    for (size_t i = 0; i < COMMAND_COUNT; i++) {
+        fprintf(file, "  %-12s %s\n", commands[i].name, commands[i].summary);
+    }
+    fprintf(file,
+            "\nTARGET is unix:PATH or HOST:PORT; without it KVKEEP_TARGET, then the daemon's "
+            "default socket.\nTOKEN is a bearer token; without it KVKEEP_TOKEN; the unix socket "
+            "also knows the caller's uid.\n--json prints one JSON value instead of a table.\n"
+            "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no daemon there.\n"
+            "kvkeepctl COMMAND --help tells a command's own options.\n");
+    return file == stdout ? CTL_OK : CTL_USAGE;
+}
+
+/* Take what is common out of the arguments, wherever it stands; the rest keeps its order. */
+static bool common_take(struct ctl_options *options, int *argc, char **argv, bool *wants_help)
+{
+    int kept = 1;
+    for (int i = 1; i < *argc; i++) {
+        const char *value = i + 1 < *argc ? argv[i + 1] : NULL;
+        if (strcmp(argv[i], "--json") == 0) {
+            options->json = true;
+        } else if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
+            *wants_help = true;
+        } else if (strcmp(argv[i], "--connect") == 0 || strcmp(argv[i], "--token") == 0) {
+            if (value == NULL) {
+                fprintf(stderr, "kvkeepctl: %s wants a value\n", argv[i]);
+                return false;
+            }
+            if (argv[i][2] == 'c') {
+                options->target = value;
+                options->connect_given = true;
+            } else {
+                options->token = value;
+            }
+            i++;
+        } else {
+            argv[kept++] = argv[i];
+        }
+    }
+    *argc = kept;
+    argv[kept] = NULL;
+    return true;
+}
+
+int main(int argc, char **argv)
+{
+    struct ctl_options options = {.target = NULL, .token = getenv("KVKEEP_TOKEN")};
+    bool wants_help = false;
+    if (!common_take(&options, &argc, argv, &wants_help)) {
+        return CTL_USAGE;
+    }
+    if (options.target == NULL) {
+        options.target = kvkeep_default_target();
+    }
+    if (argc < 2) {
+        return help(wants_help ? stdout : stderr);
+    }
+    for (size_t i = 0; i < COMMAND_COUNT; i++) {
+        if (strcmp(commands[i].name, argv[1]) == 0) {
+            if (wants_help) {
+                printf("kvkeepctl %s: %s\n", commands[i].name, commands[i].summary);
+                char *unknown[] = {argv[1], "--help", NULL};
+                opterr = 0;
+                int code = commands[i].run(&options, 2, unknown);
+                return code == CTL_USAGE ? CTL_OK : code;
+            }
+            return commands[i].run(&options, argc - 1, argv + 1);
+        }
+    }
+    fprintf(stderr, "kvkeepctl: no command %s\n", argv[1]);
+    return help(stderr);
+}
