@@ -1,0 +1,466 @@
+/*
+ * kvkeepd: options, the order in which the house is built up and taken down, and signals.
+ *
+ * The server is made before the pools: it takes the lock on the socket, so that a second daemon is
+ * refused before it allocates anything. It accepts nobody until all else stands.
+ */
+#include <errno.h>
+#include <getopt.h>
+#include <signal.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include "base/log.h"
+#include "base/options.h"
+#include "daemon/cache.h"
+#include "daemon/config.h"
+#include "daemon/rpc.h"
+#include "daemon/server.h"
+#include "daemon/session.h"
+#include "daemon/side_socket.h"
+#include "daemon/tenant.h"
+
+#define EXIT_USAGE 2
+
+static const char usage[] =
+    "usage: kvkeepd [OPTION...]\n"
+    "Keeps the KV cache of language models outside the inference workers.\n"
+    "\n"
+    "  --config FILE     read FILE; without it the defaults of --print-config\n"
+    "  --check-config    say whether the configuration is right, and exit\n"
+    "  --print-config    print a commented file with all defaults, and exit\n"
+    "  --print-manual    print the configuration's page of the manual, and exit\n"
+    "\n"
+    "These go before what the file says:\n"
+    "  --socket PATH     the unix socket; PATH.side beside it passes memory\n"
+    "  --device SIZE     budget of the device tier, such as \"8 GiB\"; 0: none\n"
+    "  --host SIZE       budget of the host tier; 0: none\n"
+    "  --policy NAME     eviction: lru or rp-cost\n"
+    "\n"
+    "  --log LEVEL       debug, info, warning or error; info without it\n"
+    "  --test-hooks      serve Admin.TestControl. Never in production\n"
+    "  --version, --help\n"
+    "\n"
+    "Signals: SIGTERM and SIGINT end the daemon after the calls under way. When it serves, it "
+    "says\n"
+    "\"ready socket=PATH\" on standard error, and READY=1 to systemd.\n"
+    "Exit: 0 after a signal, 1 on a failure, 2 on wrong options or a wrong configuration.\n";
+
+/* ---- options ---- */
+
+struct arguments {
+    const char *config_path;
+    const char *socket;
+    const char *device;
+    const char *host;
+    const char *policy;
+    bool check_config;
+    bool test_hooks;
+};
+
+enum {
+    OPTION_CONFIG = 256,
+    OPTION_CHECK_CONFIG,
+    OPTION_PRINT_CONFIG,
+    OPTION_PRINT_MANUAL,
+    OPTION_SOCKET,
+    OPTION_DEVICE,
+    OPTION_HOST,
+    OPTION_POLICY,
+    OPTION_LOG,
+    OPTION_TEST_HOOKS,
+    OPTION_VERSION,
+    OPTION_HELP,
+};
+
+static const struct option long_options[] = {
+    {"config", required_argument, NULL, OPTION_CONFIG},
+    {"check-config", no_argument, NULL, OPTION_CHECK_CONFIG},
+    {"print-config", no_argument, NULL, OPTION_PRINT_CONFIG},
+    {"print-manual", no_argument, NULL, OPTION_PRINT_MANUAL},
+    {"socket", required_argument, NULL, OPTION_SOCKET},
+    {"device", required_argument, NULL, OPTION_DEVICE},
+    {"host", required_argument, NULL, OPTION_HOST},
+    {"policy", required_argument, NULL, OPTION_POLICY},
+    {"log", required_argument, NULL, OPTION_LOG},
+    {"test-hooks", no_argument, NULL, OPTION_TEST_HOOKS},
+    {"version", no_argument, NULL, OPTION_VERSION},
+    {"help", no_argument, NULL, OPTION_HELP},
+    {NULL, 0, NULL, 0},
+};
+
+static void set_log_level(const char *name)
+{
+    enum kvk_log_level level;
+    if (!kvk_log_level_from_name(name, &level)) {
+        (void)fprintf(stderr, "kvkeepd: --log must be debug, info, warning or error\n");
+        exit(EXIT_USAGE);
+    }
+    kvk_log_set_level(level);
+}
+
+static void read_arguments(int argc, char **argv, struct arguments *arguments)
+{
+    for (;;) {
+        switch (getopt_long(argc, argv, "", long_options, NULL)) {
+        case OPTION_CONFIG:
+            arguments->config_path = optarg;
+            break;
+        case OPTION_CHECK_CONFIG:
+            arguments->check_config = true;
+            break;
+        case OPTION_PRINT_CONFIG:
+            kvk_config_print_default();
+            exit(EXIT_SUCCESS);
+        case OPTION_PRINT_MANUAL:
+            kvk_config_print_manual(stdout);
+            exit(EXIT_SUCCESS);
+        case OPTION_SOCKET:
+            arguments->socket = optarg;
+            break;
+        case OPTION_DEVICE:
+            arguments->device = optarg;
+            break;
+        case OPTION_HOST:
+            arguments->host = optarg;
+            break;
+        case OPTION_POLICY:
+            arguments->policy = optarg;
+            break;
+        case OPTION_LOG:
+            set_log_level(optarg);
+            break;
+        case OPTION_TEST_HOOKS:
+            arguments->test_hooks = true;
+            break;
+        case OPTION_VERSION:
+            (void)printf("kvkeepd %s\n", KVK_VERSION);
+            exit(EXIT_SUCCESS);
+        case OPTION_HELP:
+            (void)fputs(usage, stdout);
+            exit(EXIT_SUCCESS);
+        case -1:
+            if (optind != argc) {
+                (void)fprintf(stderr, "kvkeepd: what is \"%s\"? See --help\n", argv[optind]);
+                exit(EXIT_USAGE);
+            }
+            return;
+        default:
+            (void)fputs("See kvkeepd --help\n", stderr);
+            exit(EXIT_USAGE);
+        }
+    }
+}
+
+/* ---- configuration ---- */
+
+/* An option's text into its field, as a file would say it. */
+static bool override(struct kvk_config *config, const struct kvk_option_field *field,
+                     const char *text)
+{
+    char reason[128];
+    if (text == NULL || kvk_options_read_value(field, config, text, reason, sizeof(reason))) {
+        return true;
+    }
+    (void)fprintf(stderr, "kvkeepd: --%s: %s\n", field->name, reason);
+    return false;
+}
+
+static bool override_all(struct kvk_config *config, const struct arguments *arguments)
+{
+    static const char *const policies[] = {"lru", "rp-cost", NULL};
+    const struct kvk_option_field socket = {.name = "socket",
+                                            .kind = KVK_OPTION_TEXT,
+                                            KVK_OPTION_AT(struct kvk_config, unix_path),
+                                            .minimum = 1};
+    const struct kvk_option_field device = {
+        .name = "device", .kind = KVK_OPTION_SIZE, KVK_OPTION_AT(struct kvk_config, device_bytes)};
+    const struct kvk_option_field host = {
+        .name = "host", .kind = KVK_OPTION_SIZE, KVK_OPTION_AT(struct kvk_config, host_bytes)};
+    const struct kvk_option_field policy = {.name = "policy",
+                                            .kind = KVK_OPTION_CHOICE,
+                                            KVK_OPTION_AT(struct kvk_config, policy),
+                                            .choices = policies};
+    config->test_hooks = arguments->test_hooks;
+    return override(config, &socket, arguments->socket) &&
+           override(config, &device, arguments->device) &&
+           override(config, &host, arguments->host) && override(config, &policy, arguments->policy);
+}
+
+/* False: told on standard error. */
+static bool configure(struct kvk_config *config, const struct arguments *arguments)
+{
+    struct kvk_error error;
+    kvk_config_init(config);
+    if (arguments->config_path != NULL &&
+        kvk_config_load(config, arguments->config_path, &error) != KVK_OK) {
+        (void)fprintf(stderr, "kvkeepd: %s\n", error.text);
+        return false;
+    }
+    if (!override_all(config, arguments)) {
+        return false;
+    }
+    if (config->side_path[0] == '\0') {
+        int size =
+            snprintf(config->side_path, sizeof(config->side_path), "%s.side", config->unix_path);
+        if (size < 0 || (size_t)size >= sizeof(config->side_path)) {
+            (void)fprintf(stderr, "kvkeepd: the path of the socket is too long\n");
+            return false;
+        }
+    }
+    if (kvk_config_check(config, &error) != KVK_OK) {
+        (void)fprintf(stderr, "kvkeepd: %s\n", error.text);
+        return false;
+    }
+    return true;
+}
+
+/* ---- the house ---- */
+
+struct house {
+    struct kvk_config *config; /* borrowed */
+    struct kvk_tenants *tenants;
+    struct kvk_rpc *rpc;
+    struct kvk_server *server;
+    struct kvk_device *device; /* until the cache has it */
+    struct kvk_device *host_device;
+    struct kvk_device_info device_info;
+    struct kvk_cache *cache;
+    struct kvk_side_socket *side;
+};
+
+static enum kvk_status build_server(struct house *house, struct kvk_error *error)
+{
+    const struct kvk_config *config = house->config;
+    struct kvk_server_options options;
+    kvk_server_options_init(&options);
+    options.unix_path = config->unix_path;
+    options.unix_mode = config->unix_mode;
+    if (config->tcp_address[0] != '\0') {
+        options.tcp_addresses[0] = config->tcp_address;
+        options.tcp_address_count = 1;
+        options.tcp_insecure = true; /* the configuration has asked for credentials, or for none */
+    }
+    options.message_bytes_max = config->message_bytes;
+    options.keepalive_time_ms = (uint32_t)config->keepalive_ms;
+    options.keepalive_timeout_ms = (uint32_t)config->keepalive_timeout_ms;
+    options.connections_max = config->connections;
+    options.live_calls_max = config->live_calls;
+    options.bulk_threads = config->bulk_threads;
+    options.spin_us = config->spin_us;
+    options.drain_grace_ms = (uint32_t)config->drain_ms;
+    kvk_rpc_set_callbacks(house->rpc, &options);
+    uint32_t method_count;
+    const struct kvk_method *methods = kvk_rpc_methods(house->rpc, &method_count);
+    enum kvk_status status =
+        kvk_server_create(&options, methods, method_count, &house->server, error);
+    if (status == KVK_OK) {
+        kvk_server_set_serving(house->server, "kvkeep.v1.Kvkeep", true);
+        kvk_server_set_serving(house->server, "kvkeep.v1.Admin", true);
+    }
+    return status;
+}
+
+static enum kvk_status build_cache(struct house *house, struct kvk_error *error)
+{
+    const struct kvk_config *config = house->config;
+    const struct kvk_device_cpu_options options = {.attend_thread_count = config->attend_threads,
+                                                   .huge_pages = config->huge_pages};
+    enum kvk_status status = KVK_OK;
+    if (config->device_bytes > 0) {
+        status = kvk_device_cpu_open(&options, &house->device, error);
+    }
+    if (status == KVK_OK && config->host_bytes > 0) {
+        status = kvk_device_cpu_open(&options, &house->host_device, error);
+    }
+    if (status != KVK_OK) {
+        return status;
+    }
+    struct kvk_device *any = house->device != NULL ? house->device : house->host_device;
+    any->ops->info(any, &house->device_info);
+    const struct kvk_cache_options cache_options = {.config = config,
+                                                    .tenants = house->tenants,
+                                                    .device = house->device,
+                                                    .host_device = house->host_device,
+                                                    .threads = true};
+    status = kvk_cache_create(&cache_options, &house->cache, error);
+    if (status == KVK_OK) {
+        house->device = NULL;
+        house->host_device = NULL;
+    }
+    return status;
+}
+
+static enum kvk_status build(struct house *house, struct kvk_error *error)
+{
+    const struct kvk_config *config = house->config;
+    enum kvk_status status = kvk_tenants_create(config, &house->tenants, error);
+    if (status == KVK_OK) {
+        const struct kvk_rpc_options options = {
+            .config = config, .tenants = house->tenants, .side_path = config->side_path};
+        status = kvk_rpc_create(&options, &house->rpc, error);
+    }
+    if (status == KVK_OK) {
+        status = build_server(house, error);
+    }
+    if (status == KVK_OK) {
+        status = build_cache(house, error);
+    }
+    if (status == KVK_OK) {
+        kvk_rpc_attach(house->rpc, house->cache, house->server, &house->device_info);
+        status = kvk_side_socket_create(house->cache, config->side_path, config->unix_mode,
+                                        config->connections, &house->side, error);
+    }
+    if (status == KVK_OK) {
+        status = kvk_server_start(house->server, error);
+    }
+    return status;
+}
+
+static void device_close(struct kvk_device *device)
+{
+    if (device != NULL) {
+        device->ops->close(device);
+    }
+}
+
+/* From the roof down; whatever stands. */
+static void take_down(struct house *house)
+{
+    kvk_server_destroy(house->server);
+    kvk_rpc_destroy(house->rpc);
+    kvk_side_socket_destroy(house->side);
+    kvk_cache_destroy(house->cache);
+    device_close(house->device);
+    device_close(house->host_device);
+    kvk_tenants_destroy(house->tenants);
+    kvk_config_finish(house->config);
+}
+
+/* ---- process ---- */
+
+/* Connections, mappings and sessions all take descriptors. */
+static void raise_descriptor_limit(void)
+{
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < limit.rlim_max) {
+        limit.rlim_cur = limit.rlim_max;
+        if (setrlimit(RLIMIT_NOFILE, &limit) != 0) {
+            kvk_log(KVK_LOG_WARNING, "descriptor_limit_kept", "errno=%d", errno);
+        }
+    }
+}
+
+/* systemd's protocol: one datagram to the socket that the environment names. */
+static void notify_manager(const char *state)
+{
+    const char *path = getenv("NOTIFY_SOCKET");
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    if (path == NULL || (path[0] != '/' && path[0] != '@') ||
+        strlen(path) >= sizeof(address.sun_path)) {
+        return;
+    }
+    memcpy(address.sun_path, path, strlen(path));
+    if (address.sun_path[0] == '@') {
+        address.sun_path[0] = '\0'; /* a name outside the file system */
+    }
+    socklen_t size = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + strlen(path));
+    int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (fd < 0) {
+        return;
+    }
+    if (sendto(fd, state, strlen(state), MSG_NOSIGNAL, (const struct sockaddr *)&address, size) <
+        0) {
+        kvk_log(KVK_LOG_WARNING, "notify_failed", "errno=%d", errno);
+    }
+    (void)close(fd);
+}
+
+/* One line for whoever waits for the daemon, whatever the log's level. */
+static void say_ready(const struct house *house)
+{
+    const struct kvk_config *config = house->config;
+    if (config->tcp_address[0] != '\0' && config->credential_count == 0) {
+        kvk_log(KVK_LOG_WARNING, "insecure_tcp",
+                "text=\"whoever reaches the port acts for the tenant default\"");
+    }
+    if (config->test_hooks) {
+        kvk_log(KVK_LOG_WARNING, "test_hooks", "text=\"for tests, never in production\"");
+    }
+    if (config->tcp_address[0] != '\0') {
+        (void)fprintf(stderr, "ready socket=%s tcp_port=%u\n", config->unix_path,
+                      kvk_server_tcp_port(house->server, 0));
+    } else {
+        (void)fprintf(stderr, "ready socket=%s\n", config->unix_path);
+    }
+    notify_manager("READY=1");
+}
+
+static void wait_for_end(const sigset_t *signals)
+{
+    for (;;) {
+        int signal_number = 0;
+        if (sigwait(signals, &signal_number) != 0) {
+            continue;
+        }
+        if (signal_number != SIGHUP) {
+            kvk_log(KVK_LOG_INFO, "draining", "signal=%d", signal_number);
+            return;
+        }
+        kvk_log(KVK_LOG_INFO, "hangup_ignored", "text=\"restart to read the configuration\"");
+    }
+}
+
+static int serve(struct kvk_config *config, const sigset_t *signals)
+{
+    struct house house = {.config = config};
+    struct kvk_error error;
+    int result = EXIT_SUCCESS;
+    if (build(&house, &error) == KVK_OK) {
+        say_ready(&house);
+        wait_for_end(signals);
+        notify_manager("STOPPING=1");
+        kvk_server_drain(house.server);
+        kvk_rpc_detach(house.rpc);
+    } else {
+        (void)fprintf(stderr, "kvkeepd: %s\n", error.text);
+        result = EXIT_FAILURE;
+    }
+    take_down(&house);
+    kvk_log(KVK_LOG_INFO, "ended", "result=%d", result);
+    return result;
+}
+
+int main(int argc, char **argv)
+{
+    struct arguments arguments = {.config_path = NULL};
+    struct kvk_config config;
+    read_arguments(argc, argv, &arguments);
+    bool configured = configure(&config, &arguments);
+    if (!configured || arguments.check_config) {
+        kvk_config_finish(&config);
+        if (configured) {
+            (void)printf("the configuration is right\n");
+        }
+        return configured ? EXIT_SUCCESS : EXIT_USAGE;
+    }
+
+    /* Before any thread is there: all inherit it, and this one takes the signals by sigwait(). */
+    sigset_t signals;
+    (void)sigemptyset(&signals);
+    (void)sigaddset(&signals, SIGTERM);
+    (void)sigaddset(&signals, SIGINT);
+    (void)sigaddset(&signals, SIGHUP);
+    (void)pthread_sigmask(SIG_BLOCK, &signals, NULL);
+    (void)signal(SIGPIPE, SIG_IGN);
+    (void)umask(077);
+    raise_descriptor_limit();
+    return serve(&config, &signals);
+}
