@@ -88,7 +88,8 @@ int main(int argc, char **argv)
         if (strcmp(commands[i].name, argv[1]) == 0) {
             if (wants_help) {
                 printf("kvkeepctl %s: %s\n", commands[i].name, commands[i].summary);
-                char *unknown[] = {argv[1], "--help", NULL};
+                char asked[] = "--help";
+                char *unknown[] = {argv[1], asked, NULL};
                 opterr = 0;
                 int code = commands[i].run(&options, 2, unknown);
                 return code == CTL_USAGE ? CTL_OK : code;
