@@ -337,7 +337,7 @@ void kvk_sequence_end(struct kvk_cache *cache, struct kvk_sequence *sequence,
 static bool may_still_write(const struct kvk_session *session, const struct kvk_group *group,
                             enum kvk_tier tier)
 {
-    if (session->process_gone) {
+    if (session->process_gone || session->leaving) {
         return false;
     }
     for (const struct kvk_mapping *m = session->mappings; m != NULL; m = m->next) {
@@ -470,8 +470,9 @@ enum kvk_status kvk_sequence_busy_end(struct kvk_cache *cache, struct kvk_sequen
         return kvk_fail(error, KVK_ABORTED, KVK_CAUSE_SESSION_ENDED, "session_id",
                         "the instance ended while the call ran");
     }
-    if (sequence->cut_wanted) {
-        sequence->cut_wanted = false;
+    bool lost = kvk_sequence_is_lost(sequence);
+    sequence->cut_wanted = false;
+    if (lost) {
         kvk_sequence_rank_ended(cache, sequence, NULL);
         return kvk_fail(error, KVK_ABORTED, KVK_CAUSE_SESSION_ENDED, "session_id",
                         "a rank of the instance ended while the call ran");

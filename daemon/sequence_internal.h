@@ -82,7 +82,7 @@ KVK_CHECKED enum kvk_status kvk_sequence_busy_end(struct kvk_cache *cache,
 /* Will it be? Then what the call took for it has to go back first. */
 static inline bool kvk_sequence_is_lost(const struct kvk_sequence *sequence)
 {
-    return sequence->doomed || sequence->cut_wanted;
+    return sequence->doomed || (sequence->cut_wanted && sequence->sealed < sequence->length);
 }
 
 static inline uint64_t kvk_sequence_settled(const struct kvk_sequence *sequence)

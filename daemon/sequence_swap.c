@@ -1,0 +1,391 @@
+/*
+ * SwapOut and SwapIn: what only one sequence needs moves to the host tier and back, byte for byte.
+ *
+ * Room is taken for all of it before anything moves, so that either call moves everything or
+ * nothing. A sequence that is swapped out keeps its holds and gives up its pins: what it shares
+ * stays wherever others, or eviction, want it.
+ */
+#include <stdlib.h>
+
+#include "base/assert.h"
+#include "daemon/sequence_internal.h"
+
+/* ---- Bringing blocks to a tier ---- */
+
+/* A slot in `tier` for each block of the list. What was taken is the caller's, also on failure. */
+static enum kvk_status take_slots_drops(struct kvk_cache *cache,
+                                        const struct kvk_sequence *sequence, enum kvk_tier tier,
+                                        const struct kvk_relocation *list, uint32_t count,
+                                        struct kvk_move *moves, uint32_t *taken,
+                                        const struct kvk_caller *caller, struct kvk_error *error)
+{
+    struct kvk_space *space = sequence->space;
+    *taken = 0;
+    while (*taken < count) {
+        const struct kvk_relocation *at = &list[*taken];
+        uint32_t slot = KVK_SLOT_NONE;
+        enum kvk_status status =
+            kvk_room_slot(cache, space->groups[at->group], tier, caller, &slot, error);
+        if (status == KVK_OK) {
+            moves[*taken] = (struct kvk_move){
+                .block = sequence->groups[at->group].blocks[at->index], .slot = slot};
+            (*taken)++;
+            continue;
+        }
+        if (status != KVK_WOULD_BLOCK || !caller->may_block) {
+            return status;
+        }
+        struct kvk_room_want want = {.tier = tier, .sequence_id = sequence->id};
+        for (uint32_t i = *taken; i < count; i++) {
+            want.counts[list[i].group]++;
+        }
+        status = kvk_room_make_drops(cache, space, &want, caller, error);
+        if (status != KVK_OK) {
+            return status;
+        }
+        if (kvk_sequence_is_lost(sequence)) {
+            return kvk_fail(error, KVK_ABORTED, KVK_CAUSE_SESSION_ENDED, "session_id",
+                            "the instance ended while room was made");
+        }
+    }
+    return KVK_OK;
+}
+
+static void give_slots(struct kvk_cache *cache, const struct kvk_sequence *sequence,
+                       enum kvk_tier tier, const struct kvk_relocation *list,
+                       const struct kvk_move *moves, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        kvk_room_slot_give(cache, sequence->space->groups[list[i].group], tier, moves[i].slot);
+    }
+}
+
+/* The block's bytes are in `tier` now: our pin with them. */
+static void pin_moved(struct kvk_cache *cache, struct kvk_sequence *sequence,
+                      const struct kvk_relocation *at, enum kvk_tier tier)
+{
+    struct kvk_sequence_group *table = &sequence->groups[at->group];
+    uint32_t id = table->blocks[at->index];
+    const struct kvk_block *block = kvk_index_block(cache->index, id);
+    KVK_ASSERT(table->pins[at->index] != 0);
+    enum kvk_tier before = (enum kvk_tier)(table->pins[at->index] - 1);
+    if (before == tier) {
+        return;
+    }
+    table->pins[at->index] = (uint8_t)(tier + 1);
+    if (!kvk_block_is_whole(block)) {
+        return; /* moved, and its pins with it */
+    }
+    kvk_block_pin(cache, id, tier);
+    kvk_block_unpin(cache, id, before);
+    if ((block->tier_mask & (1U << before)) != 0 && block->pin_count[before] == 0 &&
+        block->transfer_count == 0) {
+        kvk_block_drop_copy(cache, id, before, false);
+    }
+}
+
+/* Copy those that have no bytes in `tier` yet; the slots of the others go back. */
+static enum kvk_status copy_drops(struct kvk_cache *cache, struct kvk_sequence *sequence,
+                                  enum kvk_tier tier, const struct kvk_relocation *list,
+                                  struct kvk_move *moves, uint32_t count, struct kvk_error *error)
+{
+    uint32_t left = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        const struct kvk_block *block = kvk_index_block(cache->index, moves[i].block);
+        if (block->slot[tier] != KVK_SLOT_NONE) {
+            give_slots(cache, sequence, tier, &list[i], &moves[i], 1);
+        } else {
+            moves[left++] = moves[i];
+        }
+    }
+    return left == 0 ? KVK_OK : kvk_tier_copy_drops(cache, tier, moves, left, error);
+}
+
+enum kvk_status kvk_sequence_bring_drops(struct kvk_cache *cache, struct kvk_sequence *sequence,
+                                         enum kvk_tier tier, const struct kvk_relocation *list,
+                                         uint32_t count, uint32_t *moved,
+                                         const struct kvk_caller *caller, struct kvk_error *error)
+{
+    KVK_ASSERT(sequence->busy);
+    struct kvk_move *moves = malloc(count * sizeof(*moves));
+    if (moves == NULL) {
+        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "", "no memory to move blocks");
+    }
+    uint32_t taken = 0;
+    enum kvk_status status =
+        take_slots_drops(cache, sequence, tier, list, count, moves, &taken, caller, error);
+    if (status == KVK_EXHAUSTED && moved != NULL) {
+        status = KVK_OK; /* as many as there is room for */
+    }
+    if (status == KVK_OK) {
+        status = copy_drops(cache, sequence, tier, list, moves, taken, error);
+    } else {
+        give_slots(cache, sequence, tier, list, moves, taken);
+    }
+    free(moves);
+    if (status != KVK_OK) {
+        return status;
+    }
+    for (uint32_t i = 0; i < taken; i++) {
+        pin_moved(cache, sequence, &list[i], tier);
+    }
+    if (moved != NULL) {
+        *moved = taken;
+    }
+    return KVK_OK;
+}
+
+/* ---- What has to move ---- */
+
+struct swap {
+    struct kvk_relocation *list; /* [count], ours */
+    uint32_t count;
+    uint64_t bytes;
+    uint64_t first_token; /* of the first block that moves */
+};
+
+/* Does nothing but this sequence keep the block on the device? An unsealed one has a single copy,
+ * so it moves only where nobody else holds it. */
+static bool leaves_device(const struct kvk_block *block)
+{
+    if (block->slot[KVK_TIER_DEVICE] == KVK_SLOT_NONE) {
+        return false;
+    }
+    return kvk_block_is_whole(block) ? block->pin_count[KVK_TIER_DEVICE] == 1
+                                     : block->hold_count == 1;
+}
+
+static bool comes_to_device(const struct kvk_block *block)
+{
+    return block->slot[KVK_TIER_DEVICE] == KVK_SLOT_NONE;
+}
+
+static enum kvk_status swap_list(const struct kvk_cache *cache, const struct kvk_sequence *sequence,
+                                 bool (*wanted)(const struct kvk_block *block), struct swap *swap,
+                                 struct kvk_error *error)
+{
+    const struct kvk_space *space = sequence->space;
+    uint32_t block_count = sequence->groups[0].block_count;
+    *swap = (struct swap){0};
+    size_t most = (size_t)block_count * space->group_count;
+    swap->list = malloc((most == 0 ? 1 : most) * sizeof(*swap->list));
+    if (swap->list == NULL) {
+        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "", "no memory to move blocks");
+    }
+    for (uint32_t i = 0; i < block_count; i++) {
+        for (uint32_t g = 0; g < space->group_count; g++) {
+            uint32_t id = sequence->groups[g].blocks[i];
+            if (id == KVK_BLOCK_NONE || !wanted(kvk_index_block(cache->index, id))) {
+                continue;
+            }
+            if (swap->count == 0) {
+                swap->first_token = (uint64_t)i * space->block_tokens;
+            }
+            swap->list[swap->count++] = (struct kvk_relocation){.group = g, .index = i};
+            swap->bytes += space->groups[g]->block_bytes;
+        }
+    }
+    return KVK_OK;
+}
+
+static void drop_all_pins(struct kvk_cache *cache, struct kvk_sequence *sequence)
+{
+    for (uint32_t g = 0; g < sequence->space->group_count; g++) {
+        for (uint32_t i = sequence->groups[g].block_count; i > 0; i--) {
+            kvk_sequence_drop_pin(cache, sequence, g, i - 1);
+        }
+    }
+}
+
+static void take_all_pins(struct kvk_cache *cache, struct kvk_sequence *sequence)
+{
+    for (uint32_t g = 0; g < sequence->space->group_count; g++) {
+        struct kvk_sequence_group *table = &sequence->groups[g];
+        for (uint32_t i = 0; i < table->block_count; i++) {
+            if (table->blocks[i] == KVK_BLOCK_NONE) {
+                continue;
+            }
+            enum kvk_tier tier = kvk_block_tier(kvk_index_block(cache->index, table->blocks[i]));
+            kvk_block_pin(cache, table->blocks[i], tier);
+            table->pins[i] = (uint8_t)(tier + 1);
+        }
+    }
+}
+
+static void swap_answer(const struct kvk_cache *cache, const struct kvk_sequence *sequence,
+                        const struct swap *swap, struct kvk_swap_reply *reply,
+                        struct kvk_tables *tables)
+{
+    kvk_sequence_answer(sequence, &reply->sequence);
+    kvk_sequence_tables_all(cache, sequence, tables);
+    if (swap != NULL && swap->count > 0) {
+        reply->moved_blocks = swap->count;
+        reply->moved_bytes = swap->bytes;
+        reply->load_ns = kvk_tier_load_ns(cache, swap->bytes);
+        reply->recompute_ns =
+            kvk_space_recompute_ns(sequence->space, swap->first_token, sequence->length);
+    }
+}
+
+/* Move the list, and time it. The sequence is there, and not busy, only where this is KVK_OK or
+ * *gone stays false. */
+static enum kvk_status swap_run_drops(struct kvk_cache *cache, struct kvk_sequence *sequence,
+                                      enum kvk_tier tier, const struct swap *swap,
+                                      const struct kvk_caller *caller, bool *gone,
+                                      struct kvk_swap_reply *reply, struct kvk_error *error)
+{
+    uint64_t begun_ns = kvk_clock_now(kvk_clock_monotonic());
+    enum kvk_status status = KVK_OK;
+    *gone = false;
+    kvk_sequence_busy_begin(sequence);
+    if (swap->count > 0) {
+        status = kvk_sequence_bring_drops(cache, sequence, tier, swap->list, swap->count, NULL,
+                                          caller, error);
+    }
+    enum kvk_status ended = kvk_sequence_busy_end(cache, sequence, error);
+    if (ended != KVK_OK) {
+        *gone = true;
+        return ended;
+    }
+    reply->copy_ns = swap->count > 0 ? kvk_clock_now(kvk_clock_monotonic()) - begun_ns : 0;
+    return status;
+}
+
+/* ---- The calls ---- */
+
+static enum kvk_status check_swap(const struct kvk_sequence *sequence, struct kvk_error *error)
+{
+    if (sequence->sealed < sequence->length) {
+        return kvk_fail_limit(
+            error, KVK_PRECONDITION, KVK_CAUSE_GRANT_UNWRITTEN, "sequence_id", sequence->sealed,
+            sequence->length, "tokens %llu to %llu are granted and not sealed",
+            (unsigned long long)sequence->sealed, (unsigned long long)sequence->length);
+    }
+    return kvk_sequence_check_unwritten(sequence, error);
+}
+
+static enum kvk_status swap_out_drops(struct kvk_cache *cache, struct kvk_sequence *sequence,
+                                      const struct kvk_caller *caller, struct kvk_swap_reply *reply,
+                                      struct kvk_tables *tables, struct kvk_error *error)
+{
+    if (sequence->state == KVK_SEQUENCE_SWAPPED_OUT) {
+        swap_answer(cache, sequence, NULL, reply, tables);
+        return KVK_OK;
+    }
+    struct swap swap;
+    enum kvk_status status = check_swap(sequence, error);
+    if (status == KVK_OK) {
+        status = swap_list(cache, sequence, leaves_device, &swap, error);
+    }
+    if (status != KVK_OK) {
+        return kvk_sequence_refused(cache, caller, sequence, status, error);
+    }
+    bool gone = false;
+    if (swap.count > 0 && !caller->may_block) {
+        status = KVK_WOULD_BLOCK;
+    } else {
+        status = swap_run_drops(cache, sequence, KVK_TIER_HOST, &swap, caller, &gone, reply, error);
+    }
+    if (status == KVK_OK) {
+        /* Its pins, and the room that was kept for it: others run now. */
+        drop_all_pins(cache, sequence);
+        kvk_sequence_keep_growth(cache, sequence, 0);
+        sequence->growth_tokens = 0;
+        sequence->state = KVK_SEQUENCE_SWAPPED_OUT;
+        cache->stats.swapped_out_blocks += swap.count;
+        cache->stats.swapped_out_bytes += swap.bytes;
+        swap_answer(cache, sequence, &swap, reply, tables);
+    }
+    free(swap.list);
+    return status;
+}
+
+enum kvk_status kvk_sequence_swap_out(struct kvk_cache *cache, const struct kvk_caller *caller,
+                                      uint64_t session_id, uint64_t sequence_id,
+                                      struct kvk_swap_reply *reply, struct kvk_tables *tables,
+                                      struct kvk_error *error)
+{
+    struct kvk_session *session;
+    struct kvk_sequence *sequence;
+    *reply = (struct kvk_swap_reply){0};
+    enum kvk_status status = kvk_sequence_lock(cache, caller, session_id, sequence_id,
+                                               KVK_WHOLE_TABLE, tables, &session, &sequence, error);
+    if (status == KVK_OK) {
+        status = swap_out_drops(cache, sequence, caller, reply, tables, error);
+    }
+    kvk_unlock(&cache->lock);
+    return status;
+}
+
+/* An unsealed block has a single copy: while somebody else reads it under a ticket, it stays. */
+static enum kvk_status check_swap_in(const struct kvk_cache *cache,
+                                     const struct kvk_sequence *sequence, const struct swap *swap,
+                                     struct kvk_error *error)
+{
+    for (uint32_t i = 0; i < swap->count; i++) {
+        const struct kvk_relocation *at = &swap->list[i];
+        const struct kvk_block *block =
+            kvk_index_block(cache->index, sequence->groups[at->group].blocks[at->index]);
+        if (!kvk_block_is_whole(block) && block->hold_count > 1) {
+            kvk_fail(error, KVK_UNAVAILABLE, KVK_CAUSE_BUSY, "sequence_id",
+                     "an open transfer uses the sequence's last block");
+            kvk_error_retry(error, 10);
+            return KVK_UNAVAILABLE;
+        }
+    }
+    return KVK_OK;
+}
+
+static enum kvk_status swap_in_drops(struct kvk_cache *cache, struct kvk_sequence *sequence,
+                                     const struct kvk_caller *caller, struct kvk_swap_reply *reply,
+                                     struct kvk_tables *tables, struct kvk_error *error)
+{
+    if (sequence->state == KVK_SEQUENCE_RUNNING) {
+        swap_answer(cache, sequence, NULL, reply, tables);
+        return KVK_OK;
+    }
+    struct swap swap = {0};
+    enum kvk_status status = KVK_OK;
+    if (sequence->home == KVK_TIER_DEVICE) {
+        status = swap_list(cache, sequence, comes_to_device, &swap, error);
+    }
+    if (status == KVK_OK) {
+        status = check_swap_in(cache, sequence, &swap, error);
+    }
+    bool gone = false;
+    if (status == KVK_OK && swap.count > 0 && !caller->may_block) {
+        status = KVK_WOULD_BLOCK;
+    } else if (status == KVK_OK) {
+        take_all_pins(cache, sequence); /* nothing of it moves while room is made */
+        status =
+            swap_run_drops(cache, sequence, KVK_TIER_DEVICE, &swap, caller, &gone, reply, error);
+        if (status != KVK_OK && !gone) {
+            drop_all_pins(cache, sequence);
+        }
+    }
+    if (status == KVK_OK) {
+        sequence->state = KVK_SEQUENCE_RUNNING;
+        cache->stats.swapped_in_blocks += swap.count;
+        cache->stats.swapped_in_bytes += swap.bytes;
+        swap_answer(cache, sequence, &swap, reply, tables);
+    }
+    free(swap.list);
+    return status;
+}
+
+enum kvk_status kvk_sequence_swap_in(struct kvk_cache *cache, const struct kvk_caller *caller,
+                                     uint64_t session_id, uint64_t sequence_id,
+                                     struct kvk_swap_reply *reply, struct kvk_tables *tables,
+                                     struct kvk_error *error)
+{
+    struct kvk_session *session;
+    struct kvk_sequence *sequence;
+    *reply = (struct kvk_swap_reply){0};
+    enum kvk_status status = kvk_sequence_lock(cache, caller, session_id, sequence_id,
+                                               KVK_WHOLE_TABLE, tables, &session, &sequence, error);
+    if (status == KVK_OK) {
+        status = swap_in_drops(cache, sequence, caller, reply, tables, error);
+    }
+    kvk_unlock(&cache->lock);
+    return status;
+}
