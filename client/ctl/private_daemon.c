@@ -90,7 +90,7 @@ enum kvk_status ctl_private_daemon_start(struct ctl_private_daemon *daemon,
     daemon->pid = fork();
     if (daemon->pid == 0) {
         (void)prctl(PR_SET_PDEATHSIG, SIGTERM);
-        execl(program, "kvkeepd", "--config", config, "--test-hooks", "--log", "warn",
+        execl(program, "kvkeepd", "--config", config, "--test-hooks", "--log", "warning",
               (char *)NULL);
         fprintf(stderr, "cannot start %s: %s\n", program, strerror(errno));
         _exit(127);
