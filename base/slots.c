@@ -252,17 +252,26 @@ bool kvk_arena_is_used(const struct kvk_arena *arena, uint32_t slot)
 }
 
 /* A place in the file without a slab; those that had one before come first. */
+uint32_t kvk_arena_next_place(const struct kvk_arena *arena)
+{
+    if (arena->place_returned != KVK_SLAB_NONE) {
+        return arena->place_returned;
+    }
+    return arena->place_fresh < arena->slab_capacity ? arena->place_fresh : KVK_SLAB_NONE;
+}
+
 static uint32_t place_take(struct kvk_arena *arena)
 {
-    uint32_t number = arena->place_returned;
-    if (number != KVK_SLAB_NONE) {
-        arena->place_returned = arena->slabs[number].next;
+    uint32_t number = kvk_arena_next_place(arena);
+    if (number == KVK_SLAB_NONE) {
         return number;
     }
-    if (arena->place_fresh == arena->slab_capacity) {
-        return KVK_SLAB_NONE;
+    if (number == arena->place_returned) {
+        arena->place_returned = arena->slabs[number].next;
+    } else {
+        arena->place_fresh++;
     }
-    return arena->place_fresh++;
+    return number;
 }
 
 uint32_t kvk_arena_grow(struct kvk_arena *arena)
