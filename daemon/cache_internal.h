@@ -36,13 +36,8 @@
 
 /* ---- Groups: the memory and the blocks of one layer group of one space ---- */
 
-/* A place for a slab in a tier's files: has it memory? A slab is only put where it has, so that
- * nobody waits for memory with the lock held. */
-enum kvk_place {
-    KVK_PLACE_BARE = 0, /* a hole */
-    KVK_PLACE_BACKED,
-    KVK_PLACE_LEAVING, /* its slab is gone, its memory not yet punched out: see kvk_punch */
-};
+/* A place in a tier's files whose slab is gone, but whose memory is not punched out yet. */
+#define KVK_PLACE_LEAVING UINT32_MAX
 
 /* One tier's slots of a group. A block is in at most one of the queues:
  *     queue  may leave; in the device tier by demotion where there is a host tier, else for good
@@ -58,7 +53,9 @@ struct kvk_group_tier {
     struct kvk_region generations;                  /* u32 per slot; workers map it read-only */
     uint64_t *checksums;         /* [slot][shard]; 0: not taken yet. Zero pages until used; ours */
     uint32_t *owners;            /* [slot] block + 1; 0: free, or loose. Ours */
-    uint8_t *places;             /* [arena.slab_capacity] enum kvk_place; ours */
+    uint32_t *places;            /* [arena.slab_capacity] of each place for a slab, how many slots
+                                    have memory: a slab comes only where it has, so that nobody
+                                    waits for memory with the lock held. Ours */
     uint32_t loose_count;        /* slots taken for copies that have not landed yet */
     uint32_t own_evictions_left; /* before it is asked again which group gives room */
     uint64_t used_bytes;         /* = arena.used_count x block_bytes */
