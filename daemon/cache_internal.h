@@ -244,6 +244,7 @@ struct kvk_session {
     uint64_t id;
     struct kvk_instance *instance; /* NULL once the instance has ended and only the process is
                                       waited for */
+    uint64_t instance_id;          /* also when the instance is over */
     const struct kvk_tenant *tenant;
     uint32_t rank;
     bool connected; /* the stream is there */

@@ -235,6 +235,7 @@ static void session_link(struct kvk_cache *cache, struct kvk_session *session,
     KVK_ASSERT(status == KVK_OK);
 
     session->instance = instance;
+    session->instance_id = instance->id;
     session->next = instance->sessions;
     instance->sessions = session;
 

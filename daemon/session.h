@@ -30,10 +30,10 @@ struct kvk_hello {
     struct kvk_view instance_token; /* empty: open an instance; else KVK_TOKEN_SIZE bytes */
     uint32_t rank;
     struct kvk_view name;
-    bool local;   /* over the unix socket: pid and pidfd are the kernel's word */
+    bool local; /* over the unix socket: pid and pidfd are the kernel's word */
     int32_t pid;
     uint32_t uid;
-    int pidfd;    /* -1: none; borrowed, dup'ed by the session */
+    int pidfd; /* -1: none; borrowed, dup'ed by the session */
     /* Told without the lock; must not call back into the cache. May be NULL. */
     void (*on_notice)(void *context, enum kvk_notice_kind kind, uint64_t value);
     void *context;
@@ -48,8 +48,7 @@ struct kvk_welcome {
 KVK_CHECKED enum kvk_status kvk_session_begin(struct kvk_cache *cache,
                                               const struct kvk_caller *caller,
                                               const struct kvk_hello *hello,
-                                              struct kvk_welcome *welcome,
-                                              struct kvk_error *error);
+                                              struct kvk_welcome *welcome, struct kvk_error *error);
 
 /* The stream ended, for whatever reason. Gives back at once what can be given back (in slices,
  * dropping the lock between them). After it on_notice is not called any more. */
@@ -82,7 +81,8 @@ struct kvk_map_reply {
 };
 
 /* KVK_PRECONDITION: the session has no bound side socket. May block (makes a memfd). */
-KVK_CHECKED enum kvk_status kvk_session_map(struct kvk_cache *cache, const struct kvk_caller *caller,
+KVK_CHECKED enum kvk_status kvk_session_map(struct kvk_cache *cache,
+                                            const struct kvk_caller *caller,
                                             const struct kvk_map_request *request,
                                             struct kvk_map_reply *reply, struct kvk_error *error);
 

@@ -1,0 +1,282 @@
+/*
+ * Every counter and gauge of the engine, by its Prometheus name. One list each, so that a counter
+ * that is added is added here in one line. Taken at one moment with the lock held, visited
+ * without it.
+ */
+#include "daemon/report_internal.h"
+
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "base/assert.h"
+#include "base/log.h"
+#include "base/metrics.h"
+
+#define COUNT(array) (sizeof(array) / sizeof((array)[0]))
+
+/* Tenants with figures of their own in one answer; those after them are in the sums alone. */
+#define TENANT_ROWS_MAX 256
+
+struct named {
+    const char *name;
+    size_t offset; /* of a uint64_t in its struct */
+};
+
+#define COUNTER(member, text)                                                                      \
+    {                                                                                              \
+        .name = "kvkeep_" text "_total", .offset = offsetof(struct kvk_cache_stats, member)        \
+    }
+
+static const struct named counters[] = {
+    COUNTER(lookups, "lookup"),
+    COUNTER(lookup_tokens, "lookup_tokens"),
+    COUNTER(hit_tokens, "hit_tokens"),
+    COUNTER(retries, "lookup_retries"),
+    COUNTER(hashed_bytes, "hashed_bytes"),
+    COUNTER(pins, "pins"),
+    COUNTER(opens, "sequences_opened"),
+    COUNTER(seals, "seals"),
+    COUNTER(appends, "appends"),
+    COUNTER(forks, "forks"),
+    COUNTER(closes, "sequences_closed"),
+    COUNTER(sealed_blocks, "sealed_blocks"),
+    COUNTER(duplicate_blocks, "duplicate_blocks"),
+    COUNTER(wrong_reuse, "wrong_reuse"),
+    COUNTER(forgotten_blocks, "forgotten_blocks"),
+    COUNTER(demoted_blocks, "demoted_blocks"),
+    COUNTER(promoted_blocks, "promoted_blocks"),
+    COUNTER(swapped_out_blocks, "swapped_out_blocks"),
+    COUNTER(swapped_in_blocks, "swapped_in_blocks"),
+    COUNTER(swapped_out_bytes, "swapped_out_bytes"),
+    COUNTER(swapped_in_bytes, "swapped_in_bytes"),
+    COUNTER(copy_failures, "copy_failures"),
+    COUNTER(checksum_failures, "checksum_failures"),
+    COUNTER(refusals, "refusals"),
+    COUNTER(leases_expired, "leases_expired"),
+    COUNTER(instances_ended, "instances_ended"),
+    COUNTER(sessions_ended, "sessions_ended"),
+    COUNTER(quarantined_blocks, "quarantined_blocks"),
+    COUNTER(attended_tokens, "attended_tokens"),
+    COUNTER(slabs_moved, "slabs_moved"),
+    COUNTER(invalidated_blocks, "invalidated_blocks"),
+};
+
+#define TIER_GAUGE(member, text)                                                                   \
+    {                                                                                              \
+        .name = "kvkeep_tier_" text, .offset = offsetof(struct kvk_tier_report, member)            \
+    }
+
+static const struct named tier_gauges[] = {
+    TIER_GAUGE(limit_bytes, "limit_bytes"),
+    TIER_GAUGE(used_bytes, "used_bytes"),
+    TIER_GAUGE(free_bytes, "free_bytes"),
+    TIER_GAUGE(slab_bytes, "slab_bytes"),
+    TIER_GAUGE(active_bytes, "active_bytes"),
+    TIER_GAUGE(leased_bytes, "leased_bytes"),
+    TIER_GAUGE(evictable_bytes, "evictable_bytes"),
+    TIER_GAUGE(copying_bytes, "copying_bytes"),
+    TIER_GAUGE(quarantine_bytes, "quarantine_bytes"),
+    TIER_GAUGE(growth_bytes, "growth_bytes"),
+    TIER_GAUGE(stray_bytes, "stray_bytes"),
+    TIER_GAUGE(scattered_bytes, "scattered_bytes"),
+    TIER_GAUGE(largest_admissible_bytes, "largest_admissible_bytes"),
+};
+
+static const char *const tier_names[KVK_TIER_COUNT] = {"device", "host"};
+
+struct tenant_figures {
+    uint64_t bytes[KVK_TIER_COUNT];
+    uint64_t instances;
+    uint64_t sequences;
+    uint64_t leases;
+};
+
+/* All of it, at one moment. */
+struct figures {
+    struct kvk_cache_stats stats;
+    struct kvk_tier_report tiers[KVK_TIER_COUNT];
+    struct kvk_index_stats index;
+    uint64_t state_blocks[KVK_BLOCK_STATE_COUNT];
+    uint64_t evict_bytes;
+    uint64_t spaces;
+    uint64_t sequences;
+    uint64_t leases;
+    uint64_t transfers;
+    uint64_t instances;
+    uint64_t sessions;
+    struct tenant_figures *tenants; /* [tenant_count], ours */
+};
+
+static void figures_take(struct kvk_cache *cache, struct figures *figures)
+{
+    const struct kvk_credential everything = {.admin = true};
+    const struct kvk_scope scope = {.credential = &everything};
+
+    figures->stats = cache->stats;
+    kvk_report_tiers(cache, &scope, figures->tiers);
+    kvk_index_stats(cache->index, &figures->index);
+    figures->evict_bytes = kvk_evict_bytes(cache->evict);
+    figures->spaces = cache->space_count;
+    figures->sequences = cache->sequence_table.count;
+    figures->leases = cache->lease_table.count;
+    figures->transfers = cache->transfer_table.count;
+    figures->instances = cache->instance_count;
+    figures->sessions = cache->session_table.count;
+    for (const struct kvk_space *space = cache->spaces; space != NULL; space = space->next) {
+        for (uint32_t g = 0; g < space->group_count; g++) {
+            for (int state = 0; state < KVK_BLOCK_STATE_COUNT; state++) {
+                figures->state_blocks[state] += space->groups[g]->state_counts[state];
+            }
+        }
+    }
+    for (uint32_t i = 0; i < kvk_tenants_count(cache->tenants); i++) {
+        for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
+            figures->tenants[i].bytes[tier] =
+                cache->tiers[tier].device != NULL ? cache->tiers[tier].tenant_bytes[i] : 0;
+        }
+    }
+    for (const struct kvk_instance *instance = cache->instances; instance != NULL;
+         instance = instance->next) {
+        struct tenant_figures *tenant = &figures->tenants[instance->tenant->index];
+        tenant->instances++;
+        tenant->sequences += instance->sequence_count;
+        tenant->leases += instance->lease_count;
+    }
+}
+
+/* ---- Visiting ---- */
+
+struct visitor {
+    void (*visit)(void *context, const char *name, double value);
+    void *context;
+};
+
+static void visit_plain(const struct visitor *visitor, const char *name, uint64_t value)
+{
+    visitor->visit(visitor->context, name, (double)value);
+}
+
+/* With one label or two; the second's key may be NULL. */
+static void visit_labelled(const struct visitor *visitor, const char *name, const char *key,
+                           const char *value, const char *other_key, const char *other_value,
+                           uint64_t number)
+{
+    char labels[KVK_METRIC_LABELS_SIZE] = "";
+    char text[KVK_METRIC_NAME_SIZE + KVK_METRIC_LABELS_SIZE + 2];
+
+    /* A name of 255 bytes that are all escaped has no room; it is in the sums. */
+    if (!kvk_metrics_label(labels, key, value) ||
+        (other_key != NULL && !kvk_metrics_label(labels, other_key, other_value))) {
+        return;
+    }
+    (void)snprintf(text, sizeof(text), "%s{%s}", name, labels);
+    visitor->visit(visitor->context, text, (double)number);
+}
+
+static uint64_t member(const void *record, const struct named *named)
+{
+    return *(const uint64_t *)(const void *)((const uint8_t *)record + named->offset);
+}
+
+static void visit_counters(const struct visitor *visitor, const struct kvk_cache_stats *stats)
+{
+    for (size_t i = 0; i < COUNT(counters); i++) {
+        visit_plain(visitor, counters[i].name, member(stats, &counters[i]));
+    }
+    for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
+        visit_labelled(visitor, "kvkeep_evictions_total", "tier", tier_names[tier], NULL, NULL,
+                       stats->evictions[tier]);
+    }
+    visitor->visit(visitor->context, "kvkeep_lookup_seconds_total",
+                   (double)stats->lookup_ns / (double)KVK_NS_PER_SECOND);
+    visitor->visit(visitor->context, "kvkeep_saved_seconds_total",
+                   (double)stats->saved_ns / (double)KVK_NS_PER_SECOND);
+}
+
+static void visit_tiers(const struct visitor *visitor, const struct figures *figures)
+{
+    for (size_t i = 0; i < COUNT(tier_gauges); i++) {
+        for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
+            visit_labelled(visitor, tier_gauges[i].name, "tier", tier_names[tier], NULL, NULL,
+                           member(&figures->tiers[tier], &tier_gauges[i]));
+        }
+    }
+}
+
+static void visit_blocks(const struct visitor *visitor, const struct figures *figures)
+{
+    for (int state = KVK_BLOCK_RESERVED; state < KVK_BLOCK_STATE_COUNT; state++) {
+        visit_labelled(visitor, "kvkeep_blocks", "state",
+                       kvk_block_state_name((enum kvk_block_state)state), NULL, NULL,
+                       figures->state_blocks[state]);
+    }
+    visit_plain(visitor, "kvkeep_index_blocks", figures->index.blocks);
+    visit_plain(visitor, "kvkeep_index_private_blocks", figures->index.private_blocks);
+    visit_plain(visitor, "kvkeep_index_hollow_blocks", figures->index.hollow_blocks);
+    visit_plain(visitor, "kvkeep_index_runs", figures->index.runs);
+    visit_plain(visitor, "kvkeep_index_roots", figures->index.roots);
+    visit_plain(visitor, "kvkeep_index_bytes", figures->index.bytes);
+    visit_plain(visitor, "kvkeep_index_token_bytes", figures->index.token_bytes);
+    visit_plain(visitor, "kvkeep_evict_bytes", figures->evict_bytes);
+}
+
+static void visit_counts(const struct visitor *visitor, const struct figures *figures)
+{
+    visit_plain(visitor, "kvkeep_spaces", figures->spaces);
+    visit_plain(visitor, "kvkeep_sequences", figures->sequences);
+    visit_plain(visitor, "kvkeep_leases", figures->leases);
+    visit_plain(visitor, "kvkeep_transfers", figures->transfers);
+    visit_plain(visitor, "kvkeep_instances", figures->instances);
+    visit_plain(visitor, "kvkeep_sessions", figures->sessions);
+}
+
+static void visit_tenants(const struct visitor *visitor, const struct kvk_cache *cache,
+                          const struct figures *figures)
+{
+    uint32_t rows = 0;
+
+    for (uint32_t i = 0; i < kvk_tenants_count(cache->tenants) && rows < TENANT_ROWS_MAX; i++) {
+        const struct tenant_figures *tenant = &figures->tenants[i];
+        const char *name = kvk_tenants_get(cache->tenants, i)->name;
+        if (tenant->instances == 0 && tenant->bytes[0] == 0 && tenant->bytes[1] == 0) {
+            continue;
+        }
+        rows++;
+        for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
+            visit_labelled(visitor, "kvkeep_tenant_used_bytes", "tenant", name, "tier",
+                           tier_names[tier], tenant->bytes[tier]);
+        }
+        visit_labelled(visitor, "kvkeep_tenant_instances", "tenant", name, NULL, NULL,
+                       tenant->instances);
+        visit_labelled(visitor, "kvkeep_tenant_sequences", "tenant", name, NULL, NULL,
+                       tenant->sequences);
+        visit_labelled(visitor, "kvkeep_tenant_leases", "tenant", name, NULL, NULL, tenant->leases);
+    }
+}
+
+void kvk_report_stats(struct kvk_cache *cache,
+                      void (*visit)(void *context, const char *name, double value), void *context)
+{
+    const struct visitor visitor = {.visit = visit, .context = context};
+    struct figures figures = {.spaces = 0};
+
+    _Static_assert(KVK_TIER_COUNT == 2, "tier_names, and the test for a tenant without bytes");
+    figures.tenants = calloc(kvk_tenants_count(cache->tenants), sizeof(figures.tenants[0]));
+    if (figures.tenants == NULL) {
+        kvk_log(KVK_LOG_WARNING, "stats_dropped", "reason=memory");
+        return;
+    }
+    kvk_lock(&cache->lock);
+    figures_take(cache, &figures);
+    kvk_unlock(&cache->lock);
+
+    visit_counters(&visitor, &figures.stats);
+    visit_tiers(&visitor, &figures);
+    visit_blocks(&visitor, &figures);
+    visit_counts(&visitor, &figures);
+    visit_tenants(&visitor, cache, &figures);
+    visit_plain(&visitor, "kvkeep_copied_bytes_total", kvk_mover_bytes(cache->mover));
+    visit_plain(&visitor, "kvkeep_copy_bytes_per_second", kvk_mover_rate(cache->mover));
+    free(figures.tenants);
+}
