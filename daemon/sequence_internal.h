@@ -155,6 +155,8 @@ KVK_CHECKED enum kvk_status kvk_sequence_checksum_drops(struct kvk_cache *cache,
 struct kvk_duplicate {
     uint32_t ours;
     uint32_t winner;
+    uint8_t ours_tier; /* enum kvk_tier: the copies that are compared */
+    uint8_t winner_tier;
 };
 struct kvk_settling {
     uint64_t new_blocks;
@@ -163,9 +165,10 @@ struct kvk_settling {
     uint32_t duplicate_count, duplicate_capacity;
 };
 
-/* Seal and index what is settled now, and slide the windows. Cannot fail. */
+/* Seal and index what is settled now, where `settled_before` tokens were, and move the windows on.
+ * Cannot fail. */
 void kvk_sequence_settle(struct kvk_cache *cache, struct kvk_sequence *sequence,
-                         struct kvk_settling *settling);
+                         uint64_t settled_before, struct kvk_settling *settling);
 /* Compare the duplicates and give them back. Drops the lock where there are many bytes. */
 void kvk_settling_finish_drops(struct kvk_cache *cache, const struct kvk_caller *caller,
                                struct kvk_settling *settling);
