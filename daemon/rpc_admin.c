@@ -180,7 +180,7 @@ static enum kvk_status reply_occupancy(struct kvk_rpc_run *run,
         fill_tier_use(&uses[i], (enum kvk_tier)i, &tiers[i]);
         use_pointers[i] = &uses[i];
     }
-    void **pointers;
+    void **pointers = NULL;
     Kvkeep__V1__OccupancyRow *rows = take_rows(run, count, sizeof(*rows), &pointers);
     Kvkeep__V1__BlockCounts *counts =
         kvk_rpc_arena_take_extra(&run->memory->arena, count * sizeof(*counts));
@@ -244,7 +244,7 @@ static enum kvk_status reply_sequences(struct kvk_rpc_run *run,
                                        bool more, struct kvk_error *error)
 {
     Kvkeep__V1__ListSequencesResponse response = KVKEEP__V1__LIST_SEQUENCES_RESPONSE__INIT;
-    void **pointers;
+    void **pointers = NULL;
     Kvkeep__V1__SequenceInfo *rows = take_rows(run, count, sizeof(*rows), &pointers);
     if (rows == NULL) {
         return no_memory(error);
@@ -301,7 +301,7 @@ static enum kvk_status reply_leases(struct kvk_rpc_run *run, const struct kvk_le
                                     size_t count, bool more, struct kvk_error *error)
 {
     Kvkeep__V1__ListLeasesResponse response = KVKEEP__V1__LIST_LEASES_RESPONSE__INIT;
-    void **pointers;
+    void **pointers = NULL;
     Kvkeep__V1__LeaseInfo *rows = take_rows(run, count, sizeof(*rows), &pointers);
     if (rows == NULL) {
         return no_memory(error);
@@ -367,8 +367,8 @@ static enum kvk_status reply_instances(struct kvk_rpc_run *run,
                                        struct kvk_error *error)
 {
     Kvkeep__V1__ListInstancesResponse response = KVKEEP__V1__LIST_INSTANCES_RESPONSE__INIT;
-    void **session_pointers;
-    void **pointers;
+    void **session_pointers = NULL;
+    void **pointers = NULL;
     Kvkeep__V1__SessionInfo *sessions = take_rows(run, count, sizeof(*sessions), &session_pointers);
     Kvkeep__V1__InstanceInfo *rows = take_rows(run, count, sizeof(*rows), &pointers);
     if (sessions == NULL || rows == NULL) {
@@ -507,7 +507,7 @@ static enum kvk_status reply_why(struct kvk_rpc_run *run, const struct rpc_why *
         fill_tier_why(&tiers[i], (enum kvk_tier)i, &why->tiers[i]);
         tier_pointers[i] = &tiers[i];
     }
-    void **pointers;
+    void **pointers = NULL;
     Kvkeep__V1__Refusal *rows = take_rows(run, why->count, sizeof(*rows), &pointers);
     Kvkeep__V1__ErrorDetail *details =
         kvk_rpc_arena_take_extra(&run->memory->arena, why->count * sizeof(*details));
@@ -608,7 +608,7 @@ KVK_RPC_HANDLER(kvk_rpc_get_stats)
                         "the credential has no admin rights");
     }
     struct kvk_rpc_arena *arena = &run->memory->arena;
-    void **pointers;
+    void **pointers = NULL;
     struct rpc_stats stats = {.count = 0};
     stats.rows = take_rows(run, STATS_MAX, sizeof(*stats.rows), &pointers);
     stats.text = kvk_rpc_arena_take_extra(arena, STATS_TEXT_BYTES);

@@ -187,7 +187,7 @@ bool kvk_wire_next(struct kvk_wire_reader *reader, struct kvk_wire_field *field)
     field->bytes = (struct kvk_bytes){.data = NULL, .size_bytes = 0};
     size_t left = (size_t)(reader->end - reader->at);
     bool whole = false;
-    switch (tag & 7) {
+    switch (field->type) { /* groups, which nobody sends, are none of these */
     case KVK_WIRE_VARINT:
         whole = read_varint(reader, &field->value);
         break;
@@ -213,8 +213,6 @@ bool kvk_wire_next(struct kvk_wire_reader *reader, struct kvk_wire_field *field)
             field->bytes.size_bytes = (size_t)field->value;
             reader->at += field->bytes.size_bytes;
         }
-        break;
-    default: /* groups; nobody sends them */
         break;
     }
     if (!whole) {
