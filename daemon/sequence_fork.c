@@ -1,0 +1,278 @@
+/*
+ * Fork: new sequences that share every block, the unfilled tail too.
+ *
+ * Whoever writes to the tail first copies it (Append); so a fork costs references alone. The
+ * children's memory is made without the lock, while the parent is busy and cannot change.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/assert.h"
+#include "daemon/sequence_internal.h"
+
+struct forking {
+    struct kvk_cache *cache;
+    struct kvk_sequence *parent;
+    const struct kvk_request_id *request_id;
+    uint32_t count;
+    struct kvk_sequence **children; /* [count], ours until linked */
+    struct kvk_error *error;
+};
+
+/* ---- Repeats ---- */
+
+/* The children that an earlier Fork with this request id made. How many live. */
+static uint32_t find_children(const struct kvk_instance *instance,
+                              const struct kvk_request_id *request_id, uint32_t count,
+                              uint64_t *sequence_ids)
+{
+    uint32_t found = 0;
+    if (request_id->size == 0) {
+        return 0;
+    }
+    for (const struct kvk_sequence *s = instance->sequences; s != NULL; s = s->next) {
+        if (s->fork_index == 0 || !kvk_request_id_equal(&s->request_id, request_id)) {
+            continue;
+        }
+        found++;
+        if (s->fork_index <= count) {
+            sequence_ids[s->fork_index - 1] = s->id;
+        }
+    }
+    return found;
+}
+
+/* ---- The children ---- */
+
+static enum kvk_status children_create_unlocked(struct forking *forking)
+{
+    const struct kvk_sequence *parent = forking->parent;
+    struct kvk_sequence_size size = {
+        .group_count = parent->space->group_count,
+        .tokens = parent->length,
+        .blocks = parent->groups[0].block_count,
+        .spans = parent->span_count,
+        .salt_size = parent->salt_size,
+    };
+    for (uint32_t i = 0; i < forking->count; i++) {
+        struct kvk_sequence *child;
+        enum kvk_status status = kvk_sequence_create(&size, &child, forking->error);
+        if (status != KVK_OK) {
+            return status;
+        }
+        forking->children[i] = child;
+        if (parent->length > 0) {
+            memcpy(child->tokens, parent->tokens, parent->length * sizeof(uint32_t));
+        }
+        if (parent->span_count > 0) {
+            memcpy(child->spans, parent->spans, parent->span_count * sizeof(*parent->spans));
+        }
+        if (parent->salt_size > 0) {
+            memcpy(child->salt, parent->salt, parent->salt_size);
+        }
+    }
+    return KVK_OK;
+}
+
+/* Everything that the parent knows; the references come after. */
+static void child_fill(const struct forking *forking, struct kvk_sequence *child, uint32_t number)
+{
+    const struct kvk_sequence *parent = forking->parent;
+    child->state = parent->state;
+    child->home = parent->home;
+    child->span_count = parent->span_count;
+    child->salt_size = parent->salt_size;
+    child->length = parent->length;
+    child->committed = parent->committed;
+    child->cached = parent->cached;
+    child->sealed = parent->sealed;
+    memcpy(child->rank_sealed, parent->rank_sealed, sizeof(child->rank_sealed));
+    child->whole_blocks = parent->whole_blocks;
+    child->shared_tokens = parent->length;
+    child->fork_index = number;
+    child->request_id = *forking->request_id;
+}
+
+static void child_share(struct kvk_cache *cache, const struct kvk_sequence *parent,
+                        struct kvk_sequence *child)
+{
+    for (uint32_t g = 0; g < parent->space->group_count; g++) {
+        const struct kvk_sequence_group *from = &parent->groups[g];
+        struct kvk_sequence_group *table = &child->groups[g];
+        kvk_index_root_hold(cache->index, from->root);
+        table->root = from->root;
+        table->cursor.root = from->root;
+        table->detached = from->detached;
+        table->window_block = from->window_block;
+        table->keep_block = from->keep_block;
+        table->block_count = from->block_count;
+        for (uint32_t i = 0; i < from->block_count; i++) {
+            uint32_t block = from->blocks[i];
+            table->blocks[i] = KVK_BLOCK_NONE;
+            table->pins[i] = 0;
+            if (block == KVK_BLOCK_NONE) {
+                continue;
+            }
+            KVK_ASSERT(from->pins[i] != 0);
+            kvk_block_hold(cache, block, false);
+            kvk_block_pin(cache, block, (enum kvk_tier)(from->pins[i] - 1));
+            table->blocks[i] = block;
+            table->pins[i] = from->pins[i];
+        }
+        kvk_sequence_move_cursor(cache, table, from->cursor);
+    }
+}
+
+/* Give all their places, or none. */
+static enum kvk_status children_link(struct forking *forking)
+{
+    struct kvk_cache *cache = forking->cache;
+    struct kvk_sequence *parent = forking->parent;
+    if (cache->sequence_table.count + forking->count > cache->config->sequences) {
+        kvk_fail_limit(forking->error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "count", forking->count,
+                       cache->config->sequences, "limit of open sequences reached: %u",
+                       cache->config->sequences);
+        kvk_error_retry(forking->error, 100);
+        return KVK_EXHAUSTED;
+    }
+    for (uint32_t i = 0; i < forking->count; i++) {
+        struct kvk_sequence *child = forking->children[i];
+        child_fill(forking, child, i + 1);
+        enum kvk_status status =
+            kvk_sequence_link(cache, child, parent->instance, parent->space, forking->error);
+        KVK_ASSERT(status == KVK_OK);
+        child_share(cache, parent, child);
+    }
+    parent->shared_tokens = parent->length;
+    return KVK_OK;
+}
+
+/* ---- The call ---- */
+
+static enum kvk_status check_fork(const struct kvk_sequence *sequence, uint64_t expected_length,
+                                  struct kvk_error *error)
+{
+    enum kvk_status status = kvk_sequence_check_running(sequence, error);
+    if (status == KVK_OK) {
+        status = kvk_sequence_check_length(sequence, expected_length, error);
+    }
+    if (status == KVK_OK && sequence->sealed < sequence->length) {
+        status = kvk_fail_limit(
+            error, KVK_PRECONDITION, KVK_CAUSE_GRANT_UNWRITTEN, "sequence_id", sequence->sealed,
+            sequence->length, "tokens %llu to %llu are granted and not sealed",
+            (unsigned long long)sequence->sealed, (unsigned long long)sequence->length);
+    }
+    return status == KVK_OK ? kvk_sequence_check_unwritten(sequence, error) : status;
+}
+
+/* A block counts its pins in 16 bits. */
+static enum kvk_status check_pins(const struct kvk_cache *cache,
+                                  const struct kvk_sequence *sequence, uint32_t count,
+                                  struct kvk_error *error)
+{
+    for (uint32_t g = 0; g < sequence->space->group_count; g++) {
+        const struct kvk_sequence_group *table = &sequence->groups[g];
+        for (uint32_t i = 0; i < table->block_count; i++) {
+            if (table->blocks[i] == KVK_BLOCK_NONE) {
+                continue;
+            }
+            const struct kvk_block *block = kvk_index_block(cache->index, table->blocks[i]);
+            if (!kvk_block_can_pin(block, count)) {
+                return kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "count", count,
+                                      KVK_BLOCK_SHARE_MAX, "a block is shared by too many");
+            }
+        }
+    }
+    return KVK_OK;
+}
+
+static enum kvk_status fork_drops(struct forking *forking)
+{
+    struct kvk_cache *cache = forking->cache;
+    struct kvk_sequence *parent = forking->parent;
+    kvk_sequence_busy_begin(parent);
+    kvk_unlock(&cache->lock);
+    enum kvk_status status = children_create_unlocked(forking);
+    kvk_lock(&cache->lock);
+    enum kvk_status ended = kvk_sequence_busy_end(cache, parent, forking->error);
+    if (ended != KVK_OK) {
+        return ended;
+    }
+    if (status == KVK_OK) {
+        status = check_pins(cache, parent, forking->count, forking->error);
+    }
+    return status == KVK_OK ? children_link(forking) : status;
+}
+
+static enum kvk_status fork_locked_drops(struct kvk_cache *cache, const struct kvk_caller *caller,
+                                         uint64_t session_id, uint64_t sequence_id,
+                                         uint64_t expected_length, struct forking *forking,
+                                         uint64_t *sequence_ids)
+{
+    struct kvk_session *session;
+    struct kvk_error *error = forking->error;
+    enum kvk_status status = kvk_session_find(cache, caller, session_id, &session, error);
+    if (status != KVK_OK) {
+        return status;
+    }
+    uint32_t living =
+        find_children(session->instance, forking->request_id, forking->count, sequence_ids);
+    if (living == forking->count) {
+        return KVK_OK;
+    }
+    if (living > 0) {
+        return kvk_fail_limit(
+            error, KVK_PRECONDITION, KVK_CAUSE_NONE, "request_id", living, forking->count,
+            "a Fork with this request_id has %u sequences left, not %u", living, forking->count);
+    }
+    status = kvk_sequence_find(cache, caller, session_id, sequence_id, &session, &forking->parent,
+                               error);
+    if (status != KVK_OK) {
+        return status;
+    }
+    status = check_fork(forking->parent, expected_length, error);
+    if (status != KVK_OK) {
+        return kvk_sequence_refused(cache, caller, forking->parent, status, error);
+    }
+    status = fork_drops(forking);
+    if (status != KVK_OK) {
+        return status;
+    }
+    for (uint32_t i = 0; i < forking->count; i++) {
+        sequence_ids[i] = forking->children[i]->id;
+        forking->children[i] = NULL; /* the cache's now */
+    }
+    cache->stats.forks++;
+    return KVK_OK;
+}
+
+enum kvk_status kvk_sequence_fork(struct kvk_cache *cache, const struct kvk_caller *caller,
+                                  uint64_t session_id, uint64_t sequence_id,
+                                  uint64_t expected_length, uint32_t count,
+                                  const struct kvk_request_id *request_id, uint64_t *sequence_ids,
+                                  struct kvk_error *error)
+{
+    if (count == 0 || count > cache->config->forks) {
+        return kvk_fail_limit(error, KVK_INVALID, KVK_CAUSE_FIELD, "count", count,
+                              cache->config->forks, "count must be 1 to %u", cache->config->forks);
+    }
+    struct forking forking = {
+        .cache = cache,
+        .request_id = request_id,
+        .count = count,
+        .children = calloc(count, sizeof(struct kvk_sequence *)),
+        .error = error,
+    };
+    if (forking.children == NULL) {
+        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "", "no memory for a fork");
+    }
+    kvk_lock(&cache->lock);
+    enum kvk_status status = fork_locked_drops(cache, caller, session_id, sequence_id,
+                                               expected_length, &forking, sequence_ids);
+    kvk_unlock(&cache->lock);
+    for (uint32_t i = 0; i < count; i++) {
+        kvk_sequence_free(forking.children[i]);
+    }
+    free(forking.children);
+    return status;
+}
