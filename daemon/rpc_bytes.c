@@ -60,9 +60,8 @@ static enum kvk_status fail_type(const char *field, struct kvk_error *error)
     return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, field, "%s is not well-formed", field);
 }
 
-/* One BlockPiece. The data stays where it is in the message. */
-static enum kvk_status read_piece(struct kvk_bytes bytes, struct kvk_write_piece *piece,
-                                  struct kvk_error *error)
+enum kvk_status kvk_rpc_read_piece(struct kvk_bytes bytes, struct kvk_write_piece *piece,
+                                   struct kvk_error *error)
 {
     struct kvk_wire_reader reader = {.at = bytes.data, .end = bytes.data + bytes.size_bytes};
     struct kvk_wire_field field;
@@ -117,7 +116,7 @@ static enum kvk_status write_piece(struct rpc_write *write, const struct kvk_rpc
                                    struct kvk_bytes bytes, struct kvk_error *error)
 {
     struct kvk_write_piece piece;
-    enum kvk_status status = read_piece(bytes, &piece, error);
+    enum kvk_status status = kvk_rpc_read_piece(bytes, &piece, error);
     if (status == KVK_OK) {
         status = kvk_rpc_check_id(write->session_id, "session_id", error);
     }

@@ -235,6 +235,11 @@ void kvk_rpc_sessions_finish(struct kvk_rpc_sessions *sessions);
 /* Tell all sessions, and end them as soon as no other call lives. Returns at once. */
 void kvk_rpc_sessions_drain(struct kvk_rpc *rpc);
 
+/* One packed BlockPiece, checked as far as it goes without its sequence. Its data stays where it
+ * is in `bytes`. */
+KVK_CHECKED enum kvk_status
+kvk_rpc_read_piece(struct kvk_bytes bytes, struct kvk_write_piece *piece, struct kvk_error *error);
+
 void kvk_rpc_session(struct kvk_call *call, void *rpc_bound);
 void kvk_rpc_write_blocks(struct kvk_call *call, void *rpc_bound);
 void kvk_rpc_read_blocks(struct kvk_call *call, void *rpc_bound);

@@ -657,6 +657,59 @@ Test(rpc_wire, damaged_messages_are_refused)
     }
 }
 
+/* The reader that copies nothing against protobuf-c, fields in order, repeated and unknown. */
+Test(rpc_wire, pieces_are_read_in_place)
+{
+    struct kvk_random random;
+    struct kvk_error error;
+    uint8_t data[64];
+    uint8_t buffer[512];
+    kvk_random_init(&random, 4);
+    kvk_random_fill(&random, data, sizeof(data));
+    for (int round = 0; round < 5000; round++) {
+        Kvkeep__V1__BlockPiece message = KVKEEP__V1__BLOCK_PIECE__INIT;
+        message.group = (uint32_t)kvk_random_below(&random, 9);
+        message.rank = (uint32_t)(kvk_random_next(&random) >> kvk_random_between(&random, 32, 63));
+        message.block = kvk_random_next(&random) >> kvk_random_below(&random, 64);
+        message.offset = kvk_random_next(&random) >> kvk_random_between(&random, 1, 63);
+        message.data = bytes_of(data, kvk_random_below(&random, sizeof(data) + 1));
+        message.checksum = kvk_random_next(&random);
+        struct kvk_bytes bytes = pack(&message.base, buffer, sizeof(buffer) / 2);
+        uint8_t *at = buffer + bytes.size_bytes;
+        if (kvk_random_chance(&random, 0.3)) { /* the last one counts */
+            put_tag(&at, 3, KVK_WIRE_VARINT);
+            message.block = kvk_random_below(&random, 1000);
+            at = kvk_wire_write_varint(at, message.block);
+        }
+        if (kvk_random_chance(&random, 0.3)) { /* of a newer client */
+            put_tag(&at, 900, KVK_WIRE_BYTES);
+            *at++ = 0;
+        }
+        bytes.size_bytes = (size_t)(at - buffer);
+        struct kvk_write_piece piece;
+        enum kvk_status status = kvk_rpc_read_piece(bytes, &piece, &error);
+        if (message.data.len == 0) {
+            expect_field(status, &error, "pieces.data");
+            continue;
+        }
+        cr_assert(status == KVK_OK);
+        cr_assert(piece.group == message.group && piece.rank == message.rank);
+        cr_assert(piece.block == message.block && piece.offset == message.offset);
+        cr_assert(piece.checksum == message.checksum && piece.size_bytes == message.data.len);
+        cr_assert(memcmp(piece.data, data, message.data.len) == 0);
+        cr_assert(piece.data > buffer && piece.data < buffer + sizeof(buffer));
+    }
+    Kvkeep__V1__BlockPiece message = KVKEEP__V1__BLOCK_PIECE__INIT;
+    struct kvk_write_piece piece;
+    message.data = bytes_of(data, 8);
+    message.offset = UINT64_MAX - 6;
+    expect_field(kvk_rpc_read_piece(pack(&message.base, buffer, sizeof(buffer)), &piece, &error),
+                 &error, "pieces.offset");
+    const uint8_t wrong_type[] = {5 << 3 | KVK_WIRE_VARINT, 1};
+    struct kvk_bytes bytes = {.data = wrong_type, .size_bytes = sizeof(wrong_type)};
+    expect_field(kvk_rpc_read_piece(bytes, &piece, &error), &error, "pieces");
+}
+
 /* ---- memory ---- */
 
 Test(rpc_wire, arena_is_aligned_bounded_and_kept)
