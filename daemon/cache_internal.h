@@ -350,6 +350,7 @@ struct kvk_cache {
     uint32_t capacity_blocks;  /* that the tiers can hold, as the policy was told */
     struct kvk_group **groups; /* [group_capacity], NULL: free number */
     uint32_t group_capacity;
+    uint32_t group_end; /* numbers from here on were never given out */
 
     struct kvk_table sequence_table; /* id -> struct kvk_sequence */
     struct kvk_table lease_table;
@@ -571,6 +572,15 @@ struct kvk_move {
 KVK_CHECKED enum kvk_status kvk_tier_copy_drops(struct kvk_cache *cache, enum kvk_tier tier,
                                                 const struct kvk_move *moves, uint32_t move_count,
                                                 struct kvk_error *error);
+
+/* The two halves of it, for those who choose blocks one by one. Begin borrows the block and takes
+ * it out of its queue; run ends every move that was begun, and where it went well drops the source
+ * copy if that is wanted and nobody pins it. */
+void kvk_tier_move_begin(struct kvk_cache *cache, enum kvk_tier tier, const struct kvk_move *move);
+KVK_CHECKED enum kvk_status kvk_tier_moves_run_drops(struct kvk_cache *cache, enum kvk_tier tier,
+                                                     const struct kvk_move *moves,
+                                                     uint32_t move_count, bool drop_source,
+                                                     struct kvk_error *error);
 
 /* Copy the first bytes of one block into another (copy-on-write of a tail): all shards, whole
  * slots. Both are held by the caller. Drops the lock. */

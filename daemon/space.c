@@ -254,6 +254,9 @@ static uint32_t group_number_take(struct kvk_cache *cache, struct kvk_group *gro
     for (uint32_t i = 0; i < cache->group_capacity; i++) {
         if (cache->groups[i] == NULL) {
             cache->groups[i] = group;
+            if (i >= cache->group_end) {
+                cache->group_end = i + 1;
+            }
             return i;
         }
     }

@@ -1,0 +1,480 @@
+/*
+ * Which memory comes next when a group needs one more slot. Decides only: see room_internal.h for
+ * the order and why.
+ */
+#include "daemon/room_internal.h"
+
+#include "base/assert.h"
+
+#define SLAB_CANDIDATES 4
+#define TREE_VISITS_MAX 4096
+
+/* ---- Groups ---- */
+
+struct kvk_group *kvk_room_next_group(const struct kvk_cache *cache, enum kvk_tier tier,
+                                      uint32_t *number)
+{
+    while (*number < cache->group_end) {
+        struct kvk_group *group = cache->groups[(*number)++];
+        if (group != NULL && group->tiers[tier].present) {
+            return group;
+        }
+    }
+    return NULL;
+}
+
+static bool is_alone(const struct kvk_cache *cache)
+{
+    return cache->space_count == 1 && cache->spaces != NULL && cache->spaces->group_count == 1;
+}
+
+static uint64_t slab_bytes(const struct kvk_group *group, enum kvk_tier tier)
+{
+    return group->tiers[tier].arena.slab_slots * group->block_bytes;
+}
+
+static uint32_t victims_count(const struct kvk_group *group, enum kvk_tier tier)
+{
+    const struct kvk_group_tier *at = &group->tiers[tier];
+    return kvk_evict_queue_count(&at->queue) + kvk_evict_queue_count(&at->clean) +
+           kvk_evict_queue_count(&at->held);
+}
+
+/* May `giver` lose a slab for `group`? Not one that the same call needs for itself. */
+static bool may_give(const struct kvk_group *group, const struct kvk_group *giver,
+                     enum kvk_tier tier, const struct kvk_room_want *want)
+{
+    if (giver == group) {
+        return false;
+    }
+    if (want == NULL || giver->space != group->space || want->tier != tier) {
+        return true;
+    }
+    uint64_t has = (uint64_t)kvk_room_free_slots(giver, tier) + victims_count(giver, tier);
+    return has >= (uint64_t)want->counts[giver->index] + giver->tiers[tier].arena.slab_slots;
+}
+
+/* ---- A group's own victim ---- */
+
+bool kvk_room_is_dirty(const struct kvk_group *group, const struct kvk_block *block)
+{
+    return group->tiers[KVK_TIER_HOST].present && (block->tier_mask & (1U << KVK_TIER_HOST)) == 0;
+}
+
+struct victim {
+    uint32_t block; /* KVK_BLOCK_NONE: none */
+    enum kvk_tier tier;
+    bool dirty; /* to be copied first */
+    double score;
+};
+
+static bool host_has_room(struct kvk_cache *cache, struct kvk_group *group)
+{
+    struct kvk_room_choice choice;
+    kvk_room_choose(cache, group, KVK_TIER_HOST, NULL, &choice);
+    return choice.step != KVK_ROOM_NOTHING && choice.step != KVK_ROOM_WAIT;
+}
+
+/* The lower of the heads of two queues. */
+static uint32_t peek_both(struct kvk_evict_queue *a, struct kvk_evict_queue *b, uint64_t now,
+                          double *score)
+{
+    double score_b;
+    uint32_t block_a = kvk_evict_queue_peek(a, now, score);
+    uint32_t block_b = kvk_evict_queue_peek(b, now, &score_b);
+    if (block_b == KVK_BLOCK_NONE || (block_a != KVK_BLOCK_NONE && *score <= score_b)) {
+        return block_a;
+    }
+    *score = score_b;
+    return block_b;
+}
+
+static struct victim device_victim(struct kvk_cache *cache, struct kvk_group *group)
+{
+    struct kvk_group_tier *at = &group->tiers[KVK_TIER_DEVICE];
+    uint64_t now = kvk_policy_now(cache);
+    struct victim victim = {.tier = KVK_TIER_DEVICE};
+    /* Whoever has a second copy goes without any waiting. */
+    victim.block = kvk_evict_queue_peek(&at->clean, now, &victim.score);
+    if (victim.block != KVK_BLOCK_NONE) {
+        return victim;
+    }
+    victim.block = peek_both(&at->queue, &at->held, now, &victim.score);
+    if (victim.block == KVK_BLOCK_NONE || !group->tiers[KVK_TIER_HOST].present) {
+        return victim;
+    }
+    if (host_has_room(cache, group)) {
+        victim.dirty = true;
+        return victim;
+    }
+    /* Nowhere to go to: the bytes of what nobody holds are lost. */
+    victim.block = kvk_evict_queue_peek(&at->queue, now, &victim.score);
+    if (victim.block != KVK_BLOCK_NONE &&
+        !kvk_block_is_leaf(group, kvk_index_block(cache->index, victim.block))) {
+        victim.block = KVK_BLOCK_NONE;
+    }
+    return victim;
+}
+
+static struct victim host_victim(struct kvk_cache *cache, struct kvk_group *group)
+{
+    uint64_t now = kvk_policy_now(cache);
+    struct victim victim = {.tier = KVK_TIER_HOST};
+    victim.block = kvk_evict_queue_peek(&group->tiers[KVK_TIER_HOST].queue, now, &victim.score);
+    if (victim.block != KVK_BLOCK_NONE || !group->tiers[KVK_TIER_DEVICE].present) {
+        return victim;
+    }
+    /* A second copy, made ahead of need, goes before anybody is refused. */
+    victim.block = kvk_evict_queue_peek(&group->tiers[KVK_TIER_DEVICE].clean, now, &victim.score);
+    if (victim.block != KVK_BLOCK_NONE &&
+        kvk_index_block(cache->index, victim.block)->pin_count[KVK_TIER_HOST] > 0) {
+        victim.block = KVK_BLOCK_NONE;
+    }
+    return victim;
+}
+
+static struct victim own_victim(struct kvk_cache *cache, struct kvk_group *group,
+                                enum kvk_tier tier)
+{
+    return tier == KVK_TIER_DEVICE ? device_victim(cache, group) : host_victim(cache, group);
+}
+
+/* ---- Slabs of others ---- */
+
+/* Can the block and all that hangs below it be forgotten, without touching the device tier where a
+ * host slab is wanted? */
+static bool tree_may_go(const struct kvk_cache *cache, const struct kvk_group *group, uint32_t top,
+                        enum kvk_tier tier, uint32_t *visits)
+{
+    uint32_t id = top;
+    for (;;) {
+        const struct kvk_block *block = kvk_index_block(cache->index, id);
+        if (++*visits > TREE_VISITS_MAX) {
+            return false;
+        }
+        bool goes =
+            block->state == KVK_BLOCK_HOLLOW ||
+            (block->state == KVK_BLOCK_EVICTABLE && block->transfer_count == 0 &&
+             block->pin_count[KVK_TIER_DEVICE] == 0 && block->pin_count[KVK_TIER_HOST] == 0 &&
+             (tier == KVK_TIER_DEVICE || id == top ||
+              (block->tier_mask & (1U << KVK_TIER_DEVICE)) == 0));
+        if (!goes) {
+            return false;
+        }
+        uint32_t next = KVK_BLOCK_NONE;
+        if (!group->windowed && block->byte_children > 0) {
+            next = kvk_index_first_child(cache->index, KVK_ROOT_NONE, id);
+        }
+        while (next == KVK_BLOCK_NONE && id != top) {
+            next = kvk_index_next_child(cache->index, id);
+            if (next == KVK_BLOCK_NONE) {
+                id = kvk_index_block(cache->index, id)->parent;
+            }
+        }
+        if (next == KVK_BLOCK_NONE) {
+            return true;
+        }
+        id = next;
+    }
+}
+
+/* Can this block's slot be freed, by dropping, demoting or forgetting it? */
+static bool slot_may_go(const struct kvk_cache *cache, const struct kvk_group *group, uint32_t id,
+                        enum kvk_tier tier, uint32_t *visits)
+{
+    const struct kvk_block *block = kvk_index_block(cache->index, id);
+    if (!kvk_block_is_whole(block) || block->transfer_count > 0 || block->pin_count[tier] > 0) {
+        return false;
+    }
+    bool has_other = (block->tier_mask & ~(1U << tier)) != 0;
+    bool has_next = tier == KVK_TIER_DEVICE && group->tiers[KVK_TIER_HOST].present;
+    if (has_other || has_next) {
+        return true;
+    }
+    return tree_may_go(cache, group, id, tier, visits);
+}
+
+/* Can the whole slab be emptied? `mean`: what its blocks are worth. */
+static bool slab_may_go(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
+                        uint32_t number, double *mean)
+{
+    struct kvk_group_tier *at = &group->tiers[tier];
+    const struct kvk_slab *slab = &at->arena.slabs[number];
+    uint64_t now = kvk_policy_now(cache);
+    uint32_t visits = 0;
+    uint32_t count = 0;
+    double sum = 0;
+    for (uint32_t i = 0; i < slab->slot_count; i++) {
+        uint32_t owner = at->owners[slab->first_slot + i];
+        if (owner == 0) {
+            if (kvk_arena_is_used(&at->arena, slab->first_slot + i)) {
+                return false; /* a copy is on its way there */
+            }
+            continue;
+        }
+        if (!slot_may_go(cache, group, owner - 1, tier, &visits)) {
+            return false;
+        }
+        sum += kvk_evict_score(&at->queue, kvk_index_block(cache->index, owner - 1), now);
+        count++;
+    }
+    *mean = count == 0 ? 0 : sum / count;
+    return true;
+}
+
+/* The slab of the group that is worth least of a few: that of its next victim, and the emptiest. */
+static uint32_t slab_find(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
+                          double *mean)
+{
+    const struct kvk_arena *arena = &group->tiers[tier].arena;
+    uint32_t candidates[SLAB_CANDIDATES];
+    uint32_t count = 0;
+    struct victim victim = own_victim(cache, group, tier);
+    if (victim.block != KVK_BLOCK_NONE && victim.tier == tier) {
+        uint32_t slot = kvk_index_block(cache->index, victim.block)->slot[tier];
+        candidates[count++] = kvk_arena_slab_of(arena, slot);
+    }
+    for (uint32_t level = 0; level < KVK_ARENA_LEVEL_COUNT && count < SLAB_CANDIDATES; level++) {
+        if (arena->levels[level] != KVK_SLAB_NONE) {
+            candidates[count++] = arena->levels[level];
+        }
+    }
+    uint32_t best = KVK_SLAB_NONE;
+    for (uint32_t i = 0; i < count; i++) {
+        double worth;
+        if (slab_may_go(cache, group, tier, candidates[i], &worth) &&
+            (best == KVK_SLAB_NONE || worth < *mean)) {
+            best = candidates[i];
+            *mean = worth;
+        }
+    }
+    return best;
+}
+
+/* ---- Who gives ---- */
+
+enum claim {
+    CLAIM_OTHERS = 0, /* of a tenant within its share: only where nothing else can go */
+    CLAIM_TENANT,     /* of the asking tenant */
+    CLAIM_OVER,       /* of a tenant above its share, and further than the asking one */
+};
+
+struct giver {
+    struct kvk_group *group; /* NULL: none */
+    enum claim claim;
+    double over_bytes; /* above the equal share */
+    double score;      /* of its next victim */
+    uint32_t slab;
+};
+
+static double equal_share(const struct kvk_cache *cache, enum kvk_tier tier, uint32_t asking)
+{
+    uint32_t count = kvk_tenants_count(cache->tenants);
+    uint32_t active = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        active += i == asking || cache->tiers[tier].tenant_bytes[i] > 0;
+    }
+    return (double)cache->tiers[tier].pool.limit_bytes / active;
+}
+
+static bool is_better(const struct giver *a, const struct giver *b)
+{
+    if (b->group == NULL || a->claim != b->claim) {
+        return b->group == NULL || a->claim > b->claim;
+    }
+    if (a->claim == CLAIM_OVER && a->over_bytes != b->over_bytes) {
+        return a->over_bytes > b->over_bytes;
+    }
+    return a->score < b->score;
+}
+
+/* Who should give a slab, the asking group apart. Slabs are not passed to and fro between tenants
+ * that are nearly equal: two slabs' difference is let be. */
+static struct giver giver_find(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
+                               const struct kvk_room_want *want)
+{
+    const uint64_t *bytes = cache->tiers[tier].tenant_bytes;
+    uint32_t asking = group->space->tenant->index;
+    double share = equal_share(cache, tier, asking);
+    double asking_over = (double)(bytes[asking] + group->block_bytes) - share;
+    struct giver best = {.group = NULL};
+    uint32_t number = 0;
+    struct kvk_group *other;
+    while ((other = kvk_room_next_group(cache, tier, &number)) != NULL) {
+        if (!may_give(group, other, tier, want) || victims_count(other, tier) == 0) {
+            continue;
+        }
+        uint32_t tenant = other->space->tenant->index;
+        uint64_t slab = slab_bytes(group, tier) > slab_bytes(other, tier) ? slab_bytes(group, tier)
+                                                                          : slab_bytes(other, tier);
+        struct giver giver = {.group = other, .claim = CLAIM_OTHERS};
+        giver.over_bytes = (double)bytes[tenant] - share;
+        if (tenant == asking) {
+            giver.claim = CLAIM_TENANT;
+        } else if (giver.over_bytes > 0 && giver.over_bytes > asking_over + 2 * (double)slab) {
+            giver.claim = CLAIM_OVER;
+        }
+        struct victim victim = own_victim(cache, other, tier);
+        giver.score = victim.score;
+        if (victim.block != KVK_BLOCK_NONE && is_better(&giver, &best)) {
+            best = giver;
+        }
+    }
+    return best;
+}
+
+/* Any slab that can go at all, where the best giver has none. */
+static bool any_slab_find(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
+                          const struct kvk_room_want *want, struct giver *giver)
+{
+    double least = 0;
+    uint32_t number = 0;
+    struct kvk_group *other;
+    giver->group = NULL;
+    while ((other = kvk_room_next_group(cache, tier, &number)) != NULL) {
+        double mean = 0;
+        if (!may_give(group, other, tier, want)) {
+            continue;
+        }
+        uint32_t slab = slab_find(cache, other, tier, &mean);
+        if (slab != KVK_SLAB_NONE && (giver->group == NULL || mean < least)) {
+            giver->group = other;
+            giver->slab = slab;
+            least = mean;
+        }
+    }
+    return giver->group != NULL;
+}
+
+/* ---- The choice ---- */
+
+static void choose_own(struct kvk_room_choice *choice, const struct victim *victim)
+{
+    choice->step = victim->dirty ? KVK_ROOM_DEMOTE : KVK_ROOM_EVICT;
+    choice->victim = victim->block;
+    choice->victim_tier = victim->tier;
+}
+
+static void choose_slab(struct kvk_room_choice *choice, enum kvk_room_step step,
+                        struct kvk_group *giver, uint32_t slab)
+{
+    choice->step = step;
+    choice->giver = giver;
+    choice->slab = slab;
+}
+
+/* The budget first: true where it decides. */
+static bool choose_budget(const struct kvk_cache *cache, struct kvk_group *group,
+                          enum kvk_tier tier, struct kvk_room_choice *choice)
+{
+    const struct kvk_group_tier *at = &group->tiers[tier];
+    uint64_t fitting = kvk_pool_free_bytes(&cache->tiers[tier].pool) / group->block_bytes;
+    choice->place = kvk_arena_next_place(&at->arena);
+    if (fitting == 0 || choice->place == KVK_SLAB_NONE) {
+        return false;
+    }
+    uint32_t backed = at->places[choice->place];
+    if (backed == KVK_PLACE_LEAVING) {
+        choice->step = KVK_ROOM_PUNCH;
+        return true;
+    }
+    uint64_t needed = fitting < at->arena.slab_slots ? fitting : at->arena.slab_slots;
+    choice->step = backed >= needed ? KVK_ROOM_GROW : KVK_ROOM_BACK;
+    return true;
+}
+
+static bool choose_empty(const struct kvk_cache *cache, const struct kvk_group *group,
+                         enum kvk_tier tier, const struct kvk_room_want *want,
+                         struct kvk_room_choice *choice)
+{
+    uint32_t number = 0;
+    struct kvk_group *other;
+    if (is_alone(cache)) {
+        return false;
+    }
+    while ((other = kvk_room_next_group(cache, tier, &number)) != NULL) {
+        uint32_t slab = kvk_arena_empty_slab(&other->tiers[tier].arena);
+        if (slab != KVK_SLAB_NONE && may_give(group, other, tier, want)) {
+            choose_slab(choice, KVK_ROOM_HAND_OVER, other, slab);
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Nobody has a victim: what is on its way? */
+static void choose_waiting(const struct kvk_cache *cache, enum kvk_tier tier,
+                           struct kvk_room_choice *choice)
+{
+    choice->step = cache->tiers[tier].copying_bytes > 0 ? KVK_ROOM_WAIT : KVK_ROOM_NOTHING;
+    for (const struct kvk_punch *punch = cache->punches; punch != NULL; punch = punch->next) {
+        if (punch->tier == tier) {
+            choice->step = punch->under_way ? KVK_ROOM_WAIT : KVK_ROOM_PUNCH;
+            if (!punch->under_way) {
+                return;
+            }
+        }
+    }
+}
+
+static void choose_victim(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
+                          const struct kvk_room_want *want, struct kvk_room_choice *choice)
+{
+    struct victim victim = own_victim(cache, group, tier);
+    bool own = victim.block != KVK_BLOCK_NONE;
+    struct giver giver = {.group = NULL};
+    if (!is_alone(cache)) {
+        giver = giver_find(cache, group, tier, want);
+    }
+    double mean = 0;
+    bool others_first =
+        giver.group != NULL && (!own || giver.claim == CLAIM_OVER ||
+                                (giver.claim == CLAIM_TENANT && giver.score < victim.score));
+    if (others_first) {
+        giver.slab = slab_find(cache, giver.group, tier, &mean);
+        /* Within a tenant only worth decides: that of the whole slab that would go. */
+        if (giver.slab != KVK_SLAB_NONE &&
+            (!own || giver.claim == CLAIM_OVER || mean <= victim.score)) {
+            choose_slab(choice, KVK_ROOM_VACATE, giver.group, giver.slab);
+            return;
+        }
+    }
+    if (own) {
+        choose_own(choice, &victim);
+        return;
+    }
+    if (!is_alone(cache) && any_slab_find(cache, group, tier, want, &giver)) {
+        choose_slab(choice, KVK_ROOM_VACATE, giver.group, giver.slab);
+        return;
+    }
+    choose_waiting(cache, tier, choice);
+}
+
+void kvk_room_choose(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
+                     const struct kvk_room_want *want, struct kvk_room_choice *choice)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    struct kvk_group_tier *at = &group->tiers[tier];
+    *choice = (struct kvk_room_choice){.step = KVK_ROOM_NOTHING, .victim = KVK_BLOCK_NONE};
+    if (!at->present) {
+        return;
+    }
+    if (kvk_room_free_slots(group, tier) > 0) {
+        choice->step = KVK_ROOM_TAKE;
+        return;
+    }
+    if (choose_budget(cache, group, tier, choice)) {
+        return;
+    }
+    /* Looking at all groups is for once in a slab's worth of victims. */
+    if (at->own_evictions_left > 0) {
+        struct victim victim = own_victim(cache, group, tier);
+        if (victim.block != KVK_BLOCK_NONE) {
+            choose_own(choice, &victim);
+            return;
+        }
+    }
+    if (!choose_empty(cache, group, tier, want, choice)) {
+        choose_victim(cache, group, tier, want, choice);
+    }
+}
