@@ -58,6 +58,7 @@ struct kvk_group_tier {
                                     waits for memory with the lock held. Ours */
     uint32_t loose_count;        /* slots taken for copies that have not landed yet */
     uint32_t own_evictions_left; /* before it is asked again which group gives room */
+    uint32_t leave_count;        /* slabs that left: whoever backs a place sees what came between */
     uint64_t used_bytes;         /* = arena.used_count x block_bytes */
 };
 
@@ -371,6 +372,7 @@ struct kvk_cache {
     uint32_t purge_left; /* ids that the sweep has still to see */
     bool purge_wanted;
     uint32_t stray_next;    /* group whose strays are counted next */
+    uint32_t tidy_next;     /* group that is tidied next */
     uint64_t passing_holds; /* of calls that work without the lock now: kvk_block_borrow() */
     struct kvk_refusal refusals[KVK_REFUSAL_COUNT]; /* ring */
     uint64_t refusal_count;
