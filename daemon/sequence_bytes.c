@@ -1,0 +1,364 @@
+/*
+ * Bytes of blocks for the calls that stream them.
+ *
+ * Bytes move without the lock. A write holds and pins its block, and is counted in the sequence, so
+ * that nothing it writes to is sealed, moved or granted again meanwhile; a read holds and pins.
+ */
+#include "base/assert.h"
+#include "base/copy.h"
+#include "base/log.h"
+#include "daemon/sequence_internal.h"
+
+/* ---- Which bytes are whose ---- */
+
+/* K or V of one layer in a shard: rows of `block_tokens` tokens each. */
+struct part {
+    uint64_t first; /* byte in the shard */
+    uint64_t end;
+    uint64_t token_bytes; /* of one token in one row */
+};
+
+/* Do bytes [first, end) of the shard touch one of the first `sealed` tokens in this part? */
+static bool touches_part(const struct part *part, uint32_t block_tokens, uint64_t sealed,
+                         uint64_t first, uint64_t end)
+{
+    first = first < part->first ? part->first : first;
+    end = end > part->end ? part->end : end;
+    if (first >= end) {
+        return false;
+    }
+    uint64_t row_bytes = part->token_bytes * block_tokens;
+    uint64_t in_row = (first - part->first) % row_bytes;
+    bool crosses = end - first > row_bytes - in_row; /* into the next row, which begins sealed */
+    return in_row < sealed * part->token_bytes || crosses;
+}
+
+/* Bytes of one token in one row: of one head, or of all where tokens come first. */
+static uint64_t token_bytes(const struct kvk_geometry *geometry, uint32_t shard, uint32_t head_size,
+                            enum kvk_format format)
+{
+    uint64_t bytes = head_size * kvk_format_bytes(format);
+    if (geometry->layout == KVK_LAYOUT_TOKENS_FIRST) {
+        bytes *= kvk_geometry_shard_heads(geometry, shard);
+    }
+    return bytes;
+}
+
+/* Do bytes [first, end) of the shard touch one of the first `sealed` tokens of the block? */
+static bool touches_sealed(const struct kvk_group *group, uint32_t shard, uint64_t sealed,
+                           uint64_t first, uint64_t end)
+{
+    const struct kvk_geometry *geometry = &group->geometry;
+    if (sealed == 0) {
+        return false;
+    }
+    if (geometry->layout == KVK_LAYOUT_OPAQUE) {
+        return sealed == geometry->block_tokens; /* it belongs to the block's end */
+    }
+    uint64_t token_k = token_bytes(geometry, shard, geometry->head_size_k, geometry->format_k);
+    uint64_t token_v = token_bytes(geometry, shard, geometry->head_size_v, geometry->format_v);
+    uint32_t layers = kvk_geometry_shard_layers(geometry, shard);
+    for (uint32_t layer = 0; layer < layers; layer++) {
+        uint64_t k = kvk_geometry_k_offset(geometry, shard, layer);
+        uint64_t v = kvk_geometry_v_offset(geometry, shard, layer);
+        uint64_t layer_end = layer + 1 < layers ? kvk_geometry_k_offset(geometry, shard, layer + 1)
+                                                : group->shard_bytes[shard];
+        const struct part keys = {k, geometry->latent ? layer_end : v, token_k};
+        const struct part values = {v, layer_end, token_v};
+        if (touches_part(&keys, geometry->block_tokens, sealed, first, end) ||
+            (!geometry->latent &&
+             touches_part(&values, geometry->block_tokens, sealed, first, end))) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* ---- Writing ---- */
+
+static enum kvk_status check_place(const struct kvk_space *space, uint32_t group, uint32_t rank,
+                                   struct kvk_error *error)
+{
+    if (group >= space->group_count) {
+        return kvk_fail_limit(error, KVK_INVALID, KVK_CAUSE_FIELD, "group", group,
+                              space->group_count, "the space has %u groups", space->group_count);
+    }
+    if (rank >= space->rank_count) {
+        return kvk_fail_limit(error, KVK_INVALID, KVK_CAUSE_FIELD, "rank", rank, space->rank_count,
+                              "the space has %u ranks", space->rank_count);
+    }
+    return KVK_OK;
+}
+
+static enum kvk_status check_write(const struct kvk_cache *cache,
+                                   const struct kvk_sequence *sequence,
+                                   const struct kvk_write_piece *piece, struct kvk_error *error)
+{
+    const struct kvk_space *space = sequence->space;
+    enum kvk_status status = kvk_sequence_check_running(sequence, error);
+    if (status == KVK_OK) {
+        status = check_place(space, piece->group, piece->rank, error);
+    }
+    if (status != KVK_OK) {
+        return status;
+    }
+    const struct kvk_sequence_group *table = &sequence->groups[piece->group];
+    if (piece->block >= table->block_count) {
+        return kvk_fail_limit(error, KVK_OUT_OF_RANGE, KVK_CAUSE_FIELD, "block", piece->block,
+                              table->block_count, "the sequence has %u blocks", table->block_count);
+    }
+    const struct kvk_group *group = space->groups[piece->group];
+    uint32_t shard = kvk_geometry_rank_shard(&group->geometry, piece->rank);
+    uint64_t size = group->shard_bytes[shard];
+    if (piece->offset > size || piece->size_bytes > size - piece->offset) {
+        return kvk_fail_limit(error, KVK_OUT_OF_RANGE, KVK_CAUSE_FIELD, "offset", piece->offset,
+                              size, "offset and data reach past the shard's %llu bytes",
+                              (unsigned long long)size);
+    }
+    uint64_t first_token = piece->block * space->block_tokens;
+    uint64_t sealed = sequence->rank_sealed[piece->rank];
+    uint64_t sealed_here = sealed > first_token ? sealed - first_token : 0;
+    uint32_t id = table->blocks[piece->block];
+    if (id == KVK_BLOCK_NONE || sealed_here >= space->block_tokens || sealed >= sequence->length ||
+        kvk_block_is_whole(kvk_index_block(cache->index, id)) ||
+        touches_sealed(group, shard, sealed_here, piece->offset,
+                       piece->offset + piece->size_bytes)) {
+        return kvk_fail_limit(error, KVK_PRECONDITION, KVK_CAUSE_FIELD, "offset", piece->offset,
+                              sealed, "the bytes are not of granted tokens: %llu are sealed",
+                              (unsigned long long)sealed);
+    }
+    return KVK_OK;
+}
+
+/* The sequence may be gone by the end of the copy; then there is nothing to count down. */
+static void writer_end(struct kvk_cache *cache, uint64_t sequence_id, uint32_t rank)
+{
+    struct kvk_sequence *sequence = kvk_table_get(&cache->sequence_table, sequence_id);
+    if (sequence != NULL) {
+        KVK_ASSERT(sequence->writers > 0 && sequence->rank_writers[rank] > 0);
+        sequence->writers--;
+        sequence->rank_writers[rank]--;
+    }
+}
+
+static enum kvk_status write_drops(struct kvk_cache *cache, struct kvk_sequence *sequence,
+                                   const struct kvk_write_piece *piece, struct kvk_error *error)
+{
+    uint64_t sequence_id = sequence->id;
+    uint32_t id = sequence->groups[piece->group].blocks[piece->block];
+    const struct kvk_block *block = kvk_index_block(cache->index, id);
+    enum kvk_tier tier = kvk_block_tier(block);
+    uint32_t shard =
+        kvk_geometry_rank_shard(&sequence->space->groups[piece->group]->geometry, piece->rank);
+    struct kvk_device *device = cache->tiers[tier].device;
+    const struct kvk_copy copy = {
+        .target = kvk_block_address(cache, block, tier, shard) + piece->offset,
+        .source = piece->data,
+        .size_bytes = piece->size_bytes,
+    };
+    if (sequence->rank_writers[piece->rank] == UINT16_MAX) {
+        kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_QUEUE_FULL, "", "too many writes at a time");
+        kvk_error_retry(error, 1);
+        return KVK_EXHAUSTED;
+    }
+    sequence->writers++;
+    sequence->rank_writers[piece->rank]++;
+    kvk_block_borrow(cache, id, tier);
+    kvk_unlock(&cache->lock);
+    enum kvk_status status = device->ops->copy(device, &copy, 1, error);
+    kvk_lock(&cache->lock);
+    kvk_block_return(cache, id, tier);
+    writer_end(cache, sequence_id, piece->rank);
+    return status;
+}
+
+enum kvk_status kvk_sequence_write(struct kvk_cache *cache, const struct kvk_caller *caller,
+                                   uint64_t session_id, uint64_t sequence_id,
+                                   const struct kvk_write_piece *piece, struct kvk_error *error)
+{
+    if (piece->size_bytes == 0) {
+        return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "data", "data is empty");
+    }
+    if (!caller->may_block) {
+        return KVK_WOULD_BLOCK;
+    }
+    if (piece->checksum != 0 && kvk_checksum(piece->data, piece->size_bytes) != piece->checksum) {
+        return kvk_fail(error, KVK_DATA_LOSS, KVK_CAUSE_CHECKSUM, "checksum",
+                        "data does not match its checksum; nothing was written");
+    }
+    struct kvk_session *session;
+    struct kvk_sequence *sequence;
+    kvk_lock(&cache->lock);
+    enum kvk_status status =
+        kvk_sequence_find(cache, caller, session_id, sequence_id, &session, &sequence, error);
+    if (status == KVK_OK) {
+        status = check_write(cache, sequence, piece, error);
+    }
+    if (status == KVK_OK) {
+        status = write_drops(cache, sequence, piece, error);
+    }
+    kvk_unlock(&cache->lock);
+    return status;
+}
+
+/* ---- Reading ---- */
+
+/* What a request names, of a sequence or a lease alike. */
+struct reading {
+    struct kvk_space *space;
+    const uint32_t *blocks; /* [block_count] of the group */
+    uint32_t block_count;
+    uint64_t readable_tokens;
+};
+
+static enum kvk_status read_find(struct kvk_cache *cache, const struct kvk_caller *caller,
+                                 const struct kvk_read_request *request, struct reading *reading,
+                                 struct kvk_error *error)
+{
+    struct kvk_session *session;
+    if ((request->sequence_id != 0) == (request->lease_id != 0)) {
+        return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "sequence_id",
+                        "name either a sequence or a lease");
+    }
+    const struct kvk_lease_group *lease_groups = NULL;
+    const struct kvk_sequence_group *sequence_groups = NULL;
+    enum kvk_status status;
+    if (request->lease_id != 0) {
+        struct kvk_lease *lease;
+        status = kvk_lease_find(cache, caller, request->session_id, request->lease_id, &session,
+                                &lease, error);
+        if (status != KVK_OK) {
+            return status;
+        }
+        *reading = (struct reading){.space = lease->space, .readable_tokens = lease->tokens};
+        lease_groups = lease->groups;
+    } else {
+        struct kvk_sequence *sequence;
+        status = kvk_sequence_find(cache, caller, request->session_id, request->sequence_id,
+                                   &session, &sequence, error);
+        if (status != KVK_OK) {
+            return status;
+        }
+        *reading = (struct reading){.space = sequence->space, .readable_tokens = sequence->sealed};
+        sequence_groups = sequence->groups;
+    }
+    status = check_place(reading->space, request->group, request->rank, error);
+    if (status == KVK_OK && lease_groups != NULL) {
+        reading->blocks = lease_groups[request->group].blocks;
+        reading->block_count = lease_groups[request->group].block_count;
+    } else if (status == KVK_OK) {
+        reading->blocks = sequence_groups[request->group].blocks;
+        reading->block_count = sequence_groups[request->group].block_count;
+    }
+    return status;
+}
+
+static enum kvk_status check_read(const struct reading *reading,
+                                  const struct kvk_read_request *request, struct kvk_error *error)
+{
+    if (request->block >= reading->block_count) {
+        return kvk_fail_limit(error, KVK_OUT_OF_RANGE, KVK_CAUSE_FIELD, "block", request->block,
+                              reading->block_count, "there are %u blocks", reading->block_count);
+    }
+    if (request->block * reading->space->block_tokens >= reading->readable_tokens) {
+        return kvk_fail_limit(error, KVK_PRECONDITION, KVK_CAUSE_GRANT_UNWRITTEN, "block",
+                              request->block, reading->readable_tokens,
+                              "the block is not sealed yet");
+    }
+    if (reading->blocks[request->block] == KVK_BLOCK_NONE) {
+        return kvk_fail_limit(error, KVK_PRECONDITION, KVK_CAUSE_WINDOW_GONE, "block",
+                              request->block, 0, "the window has let go of the block");
+    }
+    return KVK_OK;
+}
+
+/* A read that is under way: what the lock's holder looked up for it. */
+struct shard_read {
+    const uint8_t *data;
+    uint64_t size_bytes;
+    uint64_t checksum;
+    bool is_whole;
+};
+
+/* Verified where a checksum was taken: an unsealed tail has none. */
+static enum kvk_status verify_drops(struct kvk_cache *cache, const struct shard_read *read,
+                                    struct kvk_error *error)
+{
+    if (!read->is_whole || read->checksum == 0) {
+        return KVK_OK;
+    }
+    kvk_unlock(&cache->lock);
+    bool matches = kvk_checksum(read->data, read->size_bytes) == read->checksum;
+    kvk_lock(&cache->lock);
+    if (matches) {
+        return KVK_OK;
+    }
+    cache->stats.checksum_failures++;
+    return kvk_fail(error, KVK_DATA_LOSS, KVK_CAUSE_CHECKSUM, "block",
+                    "the block does not match the checksum taken at its seal");
+}
+
+static enum kvk_status read_begin_drops(struct kvk_cache *cache, const struct reading *reading,
+                                        const struct kvk_read_request *request,
+                                        struct shard_read *read, struct kvk_read_handle *handle,
+                                        struct kvk_error *error)
+{
+    const struct kvk_group *group = reading->space->groups[request->group];
+    uint32_t id = reading->blocks[request->block];
+    const struct kvk_block *block = kvk_index_block(cache->index, id);
+    enum kvk_tier tier = kvk_block_tier(block);
+    uint32_t shard = kvk_geometry_rank_shard(&group->geometry, request->rank);
+    if (block->pin_count[tier] == UINT16_MAX) {
+        kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "block", "too many read the block");
+        kvk_error_retry(error, 1);
+        return KVK_EXHAUSTED;
+    }
+    *read = (struct shard_read){
+        .data = kvk_block_address(cache, block, tier, shard),
+        .size_bytes = group->shard_bytes[shard],
+        .checksum = kvk_block_checksums(cache, block, tier)[shard],
+        .is_whole = kvk_block_is_whole(block),
+    };
+    *handle = (struct kvk_read_handle){.block_id = id, .tier = tier};
+    kvk_block_borrow(cache, id, tier);
+    enum kvk_status status = verify_drops(cache, read, error);
+    if (status != KVK_OK) {
+        kvk_log(KVK_LOG_ERROR, "checksum_mismatch", "block=%u tier=%d shard=%u", id, (int)tier,
+                shard);
+        kvk_block_return(cache, id, tier);
+    }
+    return status;
+}
+
+enum kvk_status kvk_read_begin(struct kvk_cache *cache, const struct kvk_caller *caller,
+                               const struct kvk_read_request *request, const uint8_t **data,
+                               uint64_t *size_bytes, struct kvk_read_handle *handle,
+                               struct kvk_error *error)
+{
+    if (!caller->may_block) {
+        return KVK_WOULD_BLOCK;
+    }
+    struct reading reading = {0};
+    struct shard_read read;
+    kvk_lock(&cache->lock);
+    enum kvk_status status = read_find(cache, caller, request, &reading, error);
+    if (status == KVK_OK) {
+        status = check_read(&reading, request, error);
+    }
+    if (status == KVK_OK) {
+        status = read_begin_drops(cache, &reading, request, &read, handle, error);
+    }
+    kvk_unlock(&cache->lock);
+    if (status == KVK_OK) {
+        *data = read.data;
+        *size_bytes = read.size_bytes;
+    }
+    return status;
+}
+
+void kvk_read_end(struct kvk_cache *cache, const struct kvk_read_handle *handle)
+{
+    kvk_lock(&cache->lock);
+    kvk_block_return(cache, handle->block_id, handle->tier);
+    kvk_unlock(&cache->lock);
+}
