@@ -342,13 +342,14 @@ uint32_t kvk_index_remove(struct kvk_index *index, uint32_t block)
     KVK_ASSERT(removed->run_offset + 1 == run->count);
     uint32_t root = run->root;
     uint32_t parent = removed->parent;
-    kvk_keymap_remove(index, block);
+    __builtin_prefetch(kvk_keymap_head(index, removed->key), 1);
     child_removed(index, kvk_root_at(index, root), removed);
     kvk_run_drop_last(index, run);
     if (run->count == 0) {
         kvk_run_unlink(index, removed->run);
         kvk_run_destroy(index, removed->run);
     }
+    kvk_keymap_remove(index, block);
     removed->run = KVK_RUN_NONE;
     removed->run_offset = 0;
     removed->parent = KVK_BLOCK_NONE;

@@ -307,6 +307,13 @@ enum kvk_status kvk_evict_queue_reserve(struct kvk_evict_queue *queue, uint32_t 
     return KVK_OK;
 }
 
+uint64_t kvk_evict_queue_bytes(const struct kvk_evict_queue *queue)
+{
+    uint64_t page_bytes = PAGE_BLOCKS * sizeof(uint32_t) + KVK_ALLOCATION_OVERHEAD;
+    uint64_t directories = (1 + KVK_EVICT_CLASS_COUNT) * sizeof(uint32_t *);
+    return queue->page_count * page_bytes + queue->page_count_max * directories;
+}
+
 void kvk_evict_queue_add(struct kvk_evict_queue *queue, uint32_t block)
 {
     struct kvk_block *added = kvk_index_block(queue->evict->index, block);
@@ -381,6 +388,12 @@ uint32_t kvk_evict_queue_peek(struct kvk_evict_queue *queue, uint64_t now_ns, do
     }
     if (score != NULL) {
         *score = least;
+    }
+    if (victim != KVK_BLOCK_NONE) {
+        /* As a rule it is evicted next. Both places are far from all that was used of late. */
+        struct kvk_key key = kvk_block_at(queue->evict->index, victim)->key;
+        kvk_ghosts_expect(&queue->evict->ghosts, key);
+        __builtin_prefetch(kvk_keymap_head(queue->evict->index, key), 1);
     }
     return victim;
 }

@@ -97,6 +97,8 @@ uint32_t kvk_evict_queue_count(const struct kvk_evict_queue *queue);
 /* Make room for `count` candidates, so that add never fails. KVK_EXHAUSTED: no memory. */
 KVK_CHECKED enum kvk_status kvk_evict_queue_reserve(struct kvk_evict_queue *queue, uint32_t count);
 
+uint64_t kvk_evict_queue_bytes(const struct kvk_evict_queue *queue); /* of memory */
+
 /* A block is in at most one queue. O(log n). */
 void kvk_evict_queue_add(struct kvk_evict_queue *queue, uint32_t block);
 void kvk_evict_queue_remove(struct kvk_evict_queue *queue, uint32_t block);

@@ -1,9 +1,8 @@
 /* The ring of ghosts. */
 #include "index/ghosts.h"
 
-#include <stdlib.h>
-
 #include "base/assert.h"
+#include "index/pages.h"
 
 _Static_assert(sizeof(struct kvk_ghost) + sizeof(uint32_t) == 16, "16 bytes a ghost");
 
@@ -15,6 +14,9 @@ _Static_assert(sizeof(struct kvk_ghost) + sizeof(uint32_t) == 16, "16 bytes a gh
 #define USE_COUNT_SHIFT (MARK_BITS + TIME_BITS)
 #define MARK_MASK ((UINT32_C(1) << MARK_BITS) - 1)
 #define TIME_MASK ((UINT32_C(1) << TIME_BITS) - 1)
+
+/* Lists hold one ghost on average. Where all keys are equal, a test, they would hold them all. */
+#define LIST_LENGTH_MAX 64
 
 static uint32_t time_steps(uint64_t ns)
 {
@@ -39,29 +41,26 @@ static bool ghost_is(const struct kvk_ghost *ghost, struct kvk_key key)
 
 /* ---- One ring ---- */
 
+static void ring_finish(struct kvk_ghost_ring *ring)
+{
+    kvk_pages_destroy(ring->heads, ring->capacity * sizeof(*ring->heads));
+    kvk_pages_destroy(ring->entries, ring->capacity * sizeof(*ring->entries));
+    *ring = (struct kvk_ghost_ring){0};
+}
+
 static enum kvk_status ring_init(struct kvk_ghost_ring *ring, uint32_t capacity)
 {
     *ring = (struct kvk_ghost_ring){.capacity = capacity};
     if (capacity == 0) {
         return KVK_OK;
     }
-    /* Zero pages: what is not used yet costs no memory. */
-    ring->heads = calloc(capacity, sizeof(*ring->heads));
-    ring->entries = calloc(capacity, sizeof(*ring->entries));
+    ring->heads = kvk_pages_create(capacity * sizeof(*ring->heads));
+    ring->entries = kvk_pages_create(capacity * sizeof(*ring->entries));
     if (ring->heads == NULL || ring->entries == NULL) {
-        free(ring->heads);
-        free(ring->entries);
-        *ring = (struct kvk_ghost_ring){0};
+        ring_finish(ring);
         return KVK_EXHAUSTED;
     }
     return KVK_OK;
-}
-
-static void ring_finish(struct kvk_ghost_ring *ring)
-{
-    free(ring->heads);
-    free(ring->entries);
-    *ring = (struct kvk_ghost_ring){0};
 }
 
 static uint32_t *ring_head(const struct kvk_ghost_ring *ring, uint32_t fingerprint)
@@ -69,60 +68,52 @@ static uint32_t *ring_head(const struct kvk_ghost_ring *ring, uint32_t fingerpri
     return &ring->heads[((uint64_t)fingerprint * ring->capacity) >> 32];
 }
 
-/* The link that names the ghost of this key, or NULL. */
-static uint32_t *ring_find(const struct kvk_ghost_ring *ring, struct kvk_key key)
+/* How many ghosts came after the one at `place`. */
+static uint32_t ring_rank(const struct kvk_ghost_ring *ring, uint32_t place)
+{
+    return place < ring->next_place ? ring->next_place - 1 - place
+                                    : ring->next_place - 1 + (ring->capacity - place);
+}
+
+/* The ghost of this key and its rank, or NULL. */
+static struct kvk_ghost *ring_find(const struct kvk_ghost_ring *ring, struct kvk_key key,
+                                   uint32_t *rank)
 {
     if (ring->capacity == 0) {
         return NULL;
     }
-    uint32_t *link = ring_head(ring, fingerprint_of(key));
-    while (*link != 0) {
-        struct kvk_ghost *ghost = &ring->entries[*link - 1];
-        if (ghost_is(ghost, key)) {
-            return link;
+    const uint32_t *head = ring_head(ring, fingerprint_of(key));
+    int64_t rank_before = -1;
+    uint32_t link = *head;
+    for (int step = 0; step < LIST_LENGTH_MAX && link != 0; step++) {
+        struct kvk_ghost *ghost = &ring->entries[link - 1];
+        *rank = ring_rank(ring, link - 1);
+        if (*rank <= rank_before || ring_head(ring, ghost->fingerprint) != head) {
+            return NULL;
         }
-        link = &ghost->next;
+        if (ghost->seen != 0 && ghost_is(ghost, key)) {
+            return ghost;
+        }
+        rank_before = *rank;
+        link = ghost->next;
     }
     return NULL;
 }
 
-/* Out of its list; its place in the ring stays empty until it comes round again. */
-static struct kvk_ghost ring_unlink(struct kvk_ghost_ring *ring, uint32_t *link)
-{
-    struct kvk_ghost *ghost = &ring->entries[*link - 1];
-    struct kvk_ghost taken = *ghost;
-    *link = ghost->next;
-    ghost->seen = 0;
-    return taken;
-}
-
 static void ring_add(struct kvk_ghost_ring *ring, struct kvk_key key, uint32_t seen)
 {
-    uint32_t *known = ring_find(ring, key);
-    if (known != NULL) {
-        (void)ring_unlink(ring, known);
-    }
-    uint32_t place = (uint32_t)(ring->added % ring->capacity);
-    struct kvk_ghost *ghost = &ring->entries[place];
-    if (ghost->seen != 0) {
-        uint32_t *link = ring_head(ring, ghost->fingerprint);
-        while (*link != place + 1) {
-            KVK_ASSERT(*link != 0);
-            link = &ring->entries[*link - 1].next;
-        }
-        (void)ring_unlink(ring, link);
-    }
     uint32_t *head = ring_head(ring, fingerprint_of(key));
-    *ghost = (struct kvk_ghost){.fingerprint = fingerprint_of(key), .next = *head, .seen = seen};
-    *head = place + 1;
+    ring->entries[ring->next_place] = (struct kvk_ghost){
+        .fingerprint = fingerprint_of(key),
+        .next = *head,
+        .seen = seen,
+    };
+    ring->next_place++;
+    *head = ring->next_place;
+    if (ring->next_place == ring->capacity) {
+        ring->next_place = 0;
+    }
     ring->added++;
-}
-
-/* How many ghosts came after the one at `place`. */
-static uint64_t ring_rank(const struct kvk_ghost_ring *ring, uint32_t place)
-{
-    uint32_t next = (uint32_t)(ring->added % ring->capacity);
-    return place < next ? next - 1 - place : next - 1 + (ring->capacity - place);
 }
 
 /* ---- Both rings ---- */
@@ -172,29 +163,34 @@ void kvk_ghosts_add(struct kvk_ghosts *ghosts, struct kvk_key key, uint64_t used
     uint32_t count = use_count < KVK_GHOST_USE_COUNT_MAX ? use_count : KVK_GHOST_USE_COUNT_MAX;
     ring_add(&ghosts->current, key,
              count << USE_COUNT_SHIFT | mark_of(key) << TIME_BITS | time_steps(used_ns));
-    if (ghosts->current.added >= ghosts->current.capacity) {
+    if (ghosts->current.added >= ghosts->current.capacity && ghosts->older.capacity > 0) {
         ring_finish(&ghosts->older);
+    }
+}
+
+void kvk_ghosts_expect(const struct kvk_ghosts *ghosts, struct kvk_key key)
+{
+    if (ghosts->current.capacity > 0) {
+        __builtin_prefetch(ring_head(&ghosts->current, fingerprint_of(key)), 1);
     }
 }
 
 bool kvk_ghosts_take(struct kvk_ghosts *ghosts, struct kvk_key key, uint64_t now_ns,
                      uint64_t *age_ns, uint32_t *use_count)
 {
-    struct kvk_ghost_ring *ring = &ghosts->current;
-    uint32_t *link = ring_find(ring, key);
-    if (link == NULL) {
-        ring = &ghosts->older;
-        link = ring_find(ring, key);
+    uint32_t rank;
+    struct kvk_ghost *ghost = ring_find(&ghosts->current, key, &rank);
+    if (ghost == NULL) {
+        ghost = ring_find(&ghosts->older, key, &rank);
         /* What is in the older ring counts as if it lay in the current one, behind what is there:
          * what would have been overwritten by now is no ghost. */
-        if (link == NULL ||
-            ring_rank(ring, *link - 1) + ghosts->current.added >= ghosts->current.capacity) {
+        if (ghost == NULL || rank + ghosts->current.added >= ghosts->current.capacity) {
             return false;
         }
     }
-    struct kvk_ghost taken = ring_unlink(ring, link);
-    *age_ns = (uint64_t)((time_steps(now_ns) - taken.seen) & TIME_MASK) << TIME_STEP_BITS;
-    *use_count = taken.seen >> USE_COUNT_SHIFT;
+    *age_ns = (uint64_t)((time_steps(now_ns) - ghost->seen) & TIME_MASK) << TIME_STEP_BITS;
+    *use_count = ghost->seen >> USE_COUNT_SHIFT;
+    ghost->seen = 0;
     return true;
 }
 

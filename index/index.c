@@ -7,6 +7,7 @@
 #include "base/assert.h"
 #include "base/slots.h"
 #include "index/internal.h"
+#include "index/pages.h"
 
 /* ---- Create and destroy ---- */
 
@@ -31,10 +32,11 @@ static uint32_t power_of_two_above(uint32_t count)
 
 static bool directories_create(struct kvk_index *index)
 {
-    size_t chunk_count_max = index->block_count_max / KVK_CHUNK_BLOCKS + 1;
+    size_t block_chunk_count = index->block_count_max / KVK_CHUNK_BLOCKS + 1;
+    size_t run_chunk_count = index->block_count_max / KVK_CHUNK_RUNS + 1;
     size_t bucket_count = index->root_bucket_count;
-    index->block_chunks = directory_create(index, chunk_count_max, sizeof(*index->block_chunks));
-    index->run_chunks = directory_create(index, chunk_count_max, sizeof(*index->run_chunks));
+    index->block_chunks = directory_create(index, block_chunk_count, sizeof(*index->block_chunks));
+    index->run_chunks = directory_create(index, run_chunk_count, sizeof(*index->run_chunks));
     index->roots = directory_create(index, index->root_count_max, sizeof(*index->roots));
     index->root_buckets = directory_create(index, bucket_count, sizeof(*index->root_buckets));
     if (index->block_chunks == NULL || index->run_chunks == NULL || index->roots == NULL ||
@@ -80,8 +82,9 @@ static void runs_finish(struct kvk_index *index)
         free(run->extras);
         free(run->tokens);
     }
-    for (uint32_t id = 0; id < index->run_high; id += KVK_CHUNK_BLOCKS) {
-        free(index->run_chunks[id / KVK_CHUNK_BLOCKS]);
+    for (uint32_t id = 0; id < index->run_high; id += KVK_CHUNK_RUNS) {
+        kvk_pages_destroy(index->run_chunks[id / KVK_CHUNK_RUNS],
+                          kvk_chunk_count(index, id, KVK_CHUNK_RUNS) * sizeof(struct kvk_run));
     }
 }
 
@@ -92,7 +95,8 @@ void kvk_index_destroy(struct kvk_index *index)
     }
     runs_finish(index);
     for (uint32_t id = 0; id < index->block_high; id += KVK_CHUNK_BLOCKS) {
-        free(index->block_chunks[id / KVK_CHUNK_BLOCKS]);
+        kvk_pages_destroy(index->block_chunks[id / KVK_CHUNK_BLOCKS],
+                          kvk_chunk_count(index, id, KVK_CHUNK_BLOCKS) * sizeof(struct kvk_block));
     }
     for (uint32_t id = 0; id < index->root_high; id++) {
         free(kvk_root_at(index, id)->identity);
@@ -110,8 +114,9 @@ void kvk_index_destroy(struct kvk_index *index)
 
 static bool block_chunk_add(struct kvk_index *index)
 {
-    size_t size = KVK_CHUNK_BLOCKS * sizeof(struct kvk_block);
-    struct kvk_block *chunk = malloc(size);
+    size_t size =
+        kvk_chunk_count(index, index->block_high, KVK_CHUNK_BLOCKS) * sizeof(struct kvk_block);
+    struct kvk_block *chunk = kvk_pages_create(size);
     if (chunk == NULL) {
         return false;
     }

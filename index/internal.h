@@ -8,8 +8,8 @@
  *   linked list of siblings whose head is the branch head beside the block's id (or in the root).
  *   A run is never split: a branch only adds a sibling. A run has a greatest length, so that
  *   growing one copies a bounded number of bytes; past it the chain goes on in a child run.
- * - The table of keys is a linear hash: one bucket is split per insert, so that it grows without
- *   ever moving everything at once. Blocks of a bucket are chained by kvk_block.hash_next.
+ * - The table of keys is a linear hash: an insert splits two buckets at most, so that it grows
+ *   without ever moving everything at once. Blocks of a bucket are chained by kvk_block.hash_next.
  *
  * Locking: as index/index.h.
  */
@@ -27,12 +27,13 @@
 #define KVK_RUN_NONE UINT32_MAX
 #define KVK_OFFSET_UNALLOCATED UINT32_MAX /* kvk_block.run_offset of a block that nobody has */
 
-#define KVK_RUN_BLOCKS_MAX 256     /* of one run */
-#define KVK_RUN_BLOCKS_MIN 4       /* that any run may reach, however long its blocks are */
-#define KVK_RUN_TOKENS_MAX 4096    /* of one run, where that leaves KVK_RUN_BLOCKS_MIN */
-#define KVK_CHUNK_BLOCKS 4096      /* blocks, or runs, of one chunk */
-#define KVK_SEGMENT_BUCKETS 4096   /* buckets that are allocated together */
-#define KVK_ALLOCATION_OVERHEAD 16 /* what malloc adds to a piece, for honest counting */
+#define KVK_RUN_BLOCKS_MAX 256         /* of one run */
+#define KVK_RUN_BLOCKS_MIN 4           /* that any run may reach, however long its blocks are */
+#define KVK_RUN_TOKENS_MAX 4096        /* of one run, where that leaves KVK_RUN_BLOCKS_MIN */
+#define KVK_CHUNK_BLOCKS 17408         /* of one chunk: 2 MiB but for a little */
+#define KVK_CHUNK_RUNS 52224           /* of one chunk, likewise */
+#define KVK_SEGMENT_BUCKETS (1U << 19) /* buckets that are allocated together: 2 MiB */
+#define KVK_ALLOCATION_OVERHEAD 16     /* what malloc adds to a piece, for honest counting */
 
 /* The content bytes of one block. */
 struct kvk_extra {
@@ -72,13 +73,14 @@ struct kvk_root {
 };
 
 struct kvk_index {
-    struct kvk_block **block_chunks; /* [chunk_count_max], ours, as are all below */
+    struct kvk_block *
+        *block_chunks; /* [block_count_max / KVK_CHUNK_BLOCKS + 1], ours, as all here */
     uint32_t block_count_max;
     uint32_t block_high;  /* ids below were given out at least once */
     uint32_t block_count; /* allocated now */
     uint32_t block_free;  /* list through kvk_block.hash_next */
 
-    struct kvk_run **run_chunks; /* [chunk_count_max]: no more runs than blocks */
+    struct kvk_run **run_chunks; /* likewise: there are no more runs than blocks */
     uint32_t run_high;
     uint32_t run_count;
     uint32_t run_free;
@@ -94,7 +96,7 @@ struct kvk_index {
     uint32_t **segments; /* buckets of the table of keys: [segment_count_max] */
     uint32_t segment_count_max;
     uint32_t segment_count;
-    uint32_t bucket_count; /* buckets in use; grows by one */
+    uint32_t bucket_count; /* buckets in use; grows one by one */
     uint32_t bucket_round; /* the greatest power of two that is not greater */
 
     uint8_t *scratch; /* content bytes of one block of any open root */
@@ -113,7 +115,7 @@ static inline struct kvk_block *kvk_block_at(const struct kvk_index *index, uint
 
 static inline struct kvk_run *kvk_run_at(const struct kvk_index *index, uint32_t run)
 {
-    return &index->run_chunks[run / KVK_CHUNK_BLOCKS][run % KVK_CHUNK_BLOCKS];
+    return &index->run_chunks[run / KVK_CHUNK_RUNS][run % KVK_CHUNK_RUNS];
 }
 
 static inline struct kvk_root *kvk_root_at(const struct kvk_index *index, uint32_t root)
@@ -124,6 +126,13 @@ static inline struct kvk_root *kvk_root_at(const struct kvk_index *index, uint32
 static inline bool kvk_block_is_indexed(const struct kvk_block *block)
 {
     return block->run != KVK_RUN_NONE;
+}
+
+/* How many of a chunk's places can ever be needed: the chunk that begins at `first`. */
+static inline uint32_t kvk_chunk_count(const struct kvk_index *index, uint32_t first, uint32_t most)
+{
+    uint32_t left = index->block_count_max - first;
+    return left < most ? left : most;
 }
 
 static inline bool kvk_mask_has_device(uint8_t tier_mask)

@@ -2,20 +2,31 @@
  * The table of keys: a linear hash.
  *
  * With n buckets, 2^k <= n < 2^(k+1), a hash belongs to bucket hash mod 2^(k+1) where that exists,
- * else to hash mod 2^k. When there are more blocks than buckets, one bucket more comes into use
- * and takes its share from the one that it was part of. So an insert moves the blocks of one
- * bucket at most, a handful, and never waits for a table to be copied. It does not shrink: heads
- * cost four bytes for each block that there once was.
+ * else to hash mod 2^k. When there are not two buckets for each block, one bucket more comes into
+ * use and takes its share from the one that it was part of. So an insert moves the blocks of two
+ * buckets at most, a few, and never waits for a table to be copied. Two, so that the list of a
+ * bucket seldom leads over another block: each that it does is far away. The table does not shrink:
+ * heads cost eight bytes for each block that there once was.
  */
 #include <stdlib.h>
-#include <string.h>
 
 #include "base/assert.h"
 #include "index/internal.h"
+#include "index/pages.h"
 
 #define BUCKET_COUNT_FIRST 64
 
 _Static_assert(BUCKET_COUNT_FIRST <= KVK_SEGMENT_BUCKETS, "the first ones lie in one segment");
+
+/* Two buckets for each block that there can be. */
+static uint64_t bucket_count_max(const struct kvk_index *index)
+{
+    uint64_t count = 2 * (uint64_t)index->block_count_max;
+    if (count < BUCKET_COUNT_FIRST) {
+        return BUCKET_COUNT_FIRST;
+    }
+    return count < UINT64_C(1) << 31 ? count : UINT64_C(1) << 31;
+}
 
 uint32_t *kvk_keymap_bucket(const struct kvk_index *index, uint32_t bucket)
 {
@@ -31,17 +42,23 @@ uint32_t *kvk_keymap_head(const struct kvk_index *index, struct kvk_key key)
     return kvk_keymap_bucket(index, bucket);
 }
 
+/* The last one that there can be is only as large as needed. */
+static size_t segment_size(const struct kvk_index *index, uint32_t segment)
+{
+    uint64_t buckets = bucket_count_max(index) - (uint64_t)segment * KVK_SEGMENT_BUCKETS;
+    return (buckets < KVK_SEGMENT_BUCKETS ? buckets : KVK_SEGMENT_BUCKETS) * sizeof(uint32_t);
+}
+
 static bool segment_add(struct kvk_index *index)
 {
     if (index->segment_count == index->segment_count_max) {
         return false;
     }
-    size_t size = KVK_SEGMENT_BUCKETS * sizeof(uint32_t);
-    uint32_t *segment = malloc(size);
+    size_t size = segment_size(index, index->segment_count);
+    uint32_t *segment = kvk_pages_create(size);
     if (segment == NULL) {
         return false;
     }
-    memset(segment, 0xff, size); /* KVK_BLOCK_NONE everywhere */
     kvk_memory_add(index, size);
     index->segments[index->segment_count++] = segment;
     return true;
@@ -49,7 +66,8 @@ static bool segment_add(struct kvk_index *index)
 
 bool kvk_keymap_init(struct kvk_index *index)
 {
-    index->segment_count_max = index->block_count_max / KVK_SEGMENT_BUCKETS + 1;
+    index->segment_count_max =
+        (uint32_t)((bucket_count_max(index) + KVK_SEGMENT_BUCKETS - 1) / KVK_SEGMENT_BUCKETS);
     size_t size = index->segment_count_max * sizeof(*index->segments);
     index->segments = calloc(1, size);
     if (index->segments == NULL) {
@@ -58,13 +76,19 @@ bool kvk_keymap_init(struct kvk_index *index)
     kvk_memory_add(index, size);
     index->bucket_count = BUCKET_COUNT_FIRST;
     index->bucket_round = BUCKET_COUNT_FIRST;
-    return segment_add(index);
+    if (!segment_add(index)) {
+        return false;
+    }
+    for (uint32_t bucket = 0; bucket < BUCKET_COUNT_FIRST; bucket++) {
+        *kvk_keymap_bucket(index, bucket) = KVK_BLOCK_NONE;
+    }
+    return true;
 }
 
 void kvk_keymap_finish(struct kvk_index *index)
 {
     for (uint32_t i = 0; i < index->segment_count; i++) {
-        free(index->segments[i]);
+        kvk_pages_destroy(index->segments[i], segment_size(index, i));
     }
     free(index->segments);
 }
@@ -73,7 +97,7 @@ void kvk_keymap_finish(struct kvk_index *index)
 static void bucket_split(struct kvk_index *index)
 {
     uint32_t added = index->bucket_count;
-    if (added == UINT32_C(1) << 31) {
+    if (added == bucket_count_max(index)) {
         return;
     }
     if (added / KVK_SEGMENT_BUCKETS >= index->segment_count && !segment_add(index)) {
@@ -82,6 +106,7 @@ static void bucket_split(struct kvk_index *index)
     uint32_t split = added - index->bucket_round;
     uint32_t *link = kvk_keymap_bucket(index, split);
     uint32_t *target = kvk_keymap_bucket(index, added);
+    *target = KVK_BLOCK_NONE;
     while (*link != KVK_BLOCK_NONE) {
         struct kvk_block *block = kvk_block_at(index, *link);
         if ((block->key.low & index->bucket_round) == 0) {
@@ -101,7 +126,7 @@ static void bucket_split(struct kvk_index *index)
 
 void kvk_keymap_insert(struct kvk_index *index, uint32_t block)
 {
-    if (index->indexed_count >= index->bucket_count) {
+    for (int i = 0; i < 2 && 2 * index->indexed_count >= index->bucket_count; i++) {
         bucket_split(index);
     }
     struct kvk_block *added = kvk_block_at(index, block);

@@ -72,36 +72,28 @@ double kvk_learn_density(const struct kvk_learn *learn, uint32_t class_index, do
     return learn->density[class_index][age_bucket(age_s)];
 }
 
+/* Seconds that a block spends in a bucket of age. */
+static double age_width_s(const struct kvk_learn *learn, int age)
+{
+    const double *edge = learn->age_edge;
+    return age < AGE_COUNT - 1 ? edge[age + 1] - edge[age] : edge[age] * LAST_AGE_STRETCH;
+}
+
 /* One class: from how many entered and came back at each age, the density at each age. */
 static void class_refresh(const struct kvk_learn *learn, double entered, const double *reused,
                           double *density)
 {
-    const double *edge = learn->age_edge;
     double survivors[AGE_COUNT + 1]; /* that reach the age without having come back */
     double gone = 0;
     for (int age = 0; age <= AGE_COUNT; age++) {
         survivors[age] = fmax(entered - gone, SURVIVORS_MIN * entered);
         gone += age < AGE_COUNT ? reused[age] : 0;
     }
-    for (int age = 0; age < AGE_COUNT; age++) {
-        double best = 0;
-        double hits = 0;
-        double residence_s = 0;
-        for (int until = age; until < AGE_COUNT; until++) {
-            /* A block of this bucket is on average half-way through it. */
-            double share = until == age ? 0.5 : 1;
-            double width_s = until < AGE_COUNT - 1 ? edge[until + 1] - edge[until]
-                                                   : edge[until] * LAST_AGE_STRETCH;
-            hits += share * reused[until];
-            residence_s += share * width_s * (survivors[until] + survivors[until + 1]) / 2;
-            best = fmax(best, hits / (residence_s + 1e-9));
-        }
-        density[age] = best + DENSITY_LEAST / (1 + edge[age]);
-    }
-    /* Within a class the older is never worth more: its list is only looked at from its old end,
-     * and a noisy rise at some age must not make what lies before it look cheap. */
-    for (int age = AGE_COUNT - 2; age >= 0; age--) {
-        density[age] = fmax(density[age], density[age + 1]);
+    double best = 0;
+    for (int age = AGE_COUNT - 1; age >= 0; age--) {
+        double residence_s = age_width_s(learn, age) * (survivors[age] + survivors[age + 1]) / 2;
+        best = fmax(best, reused[age] / residence_s);
+        density[age] = best + DENSITY_LEAST / (1 + learn->age_edge[age]);
     }
 }
 

@@ -6,14 +6,15 @@
  * age, or it never does. Two counts per class say all of it: how many entered, and how many came
  * back at which age, in log-spaced buckets. They decay, so that an old day does not outvote today.
  *
- * From them follows the density of a block of class k at age a: the most hits per second of further
- * residence that any waiting time from now on offers,
+ * From them follows how many hits a second of residence brings at an age: what came back in that
+ * bucket, over the time that all which had not come back before spent in it. The density of a block
+ * of class k at age a is the best such rate that is still ahead of it,
  *
- *     density(k, a) = max over q >= a of  hits(a..q) / seconds of residence(a..q)
+ *     density(k, a) = max over q >= a of  hits(k, q) / seconds of residence(k, q)
  *
- * where hits(a..q) counts what came back in those ages, and the residence is what all that had not
- * come back by then spent in them. The maximum matters: a block that tends to come back in ten
- * minutes is worth its room for the whole ten minutes, although nothing happens in the first nine.
+ * The maximum matters: a block that tends to come back in ten minutes is worth its room for the
+ * whole ten minutes, although nothing happens in the first nine. It never rises with age, so within
+ * a class the oldest is worth the least, and one look at each class finds the least of all.
  */
 #ifndef KVK_INDEX_LEARN_H
 #define KVK_INDEX_LEARN_H
@@ -37,7 +38,7 @@ void kvk_learn_reuse(struct kvk_learn *learn, uint32_t class_index, double age_s
 double kvk_learn_density(const struct kvk_learn *learn, uint32_t class_index, double age_s);
 
 /* Compute the densities anew from the counts, then let these decay by one step. `block_count` is
- * the capacity: it weighs the prior. About 5,000 additions. */
+ * the capacity: it weighs the prior. A few hundred additions. */
 void kvk_learn_refresh(struct kvk_learn *learn, uint32_t block_count);
 
 #endif

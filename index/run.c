@@ -4,6 +4,7 @@
 
 #include "base/assert.h"
 #include "index/internal.h"
+#include "index/pages.h"
 
 /* ---- Memory ---- */
 
@@ -68,13 +69,13 @@ static bool run_resize(struct kvk_index *index, struct kvk_run *run, uint32_t ca
 
 static bool run_chunk_add(struct kvk_index *index)
 {
-    size_t size = KVK_CHUNK_BLOCKS * sizeof(struct kvk_run);
-    struct kvk_run *chunk = malloc(size);
+    size_t size = kvk_chunk_count(index, index->run_high, KVK_CHUNK_RUNS) * sizeof(struct kvk_run);
+    struct kvk_run *chunk = kvk_pages_create(size);
     if (chunk == NULL) {
         return false;
     }
     kvk_memory_add(index, size);
-    index->run_chunks[index->run_high / KVK_CHUNK_BLOCKS] = chunk;
+    index->run_chunks[index->run_high / KVK_CHUNK_RUNS] = chunk;
     return true;
 }
 
@@ -84,7 +85,7 @@ uint32_t kvk_run_create(struct kvk_index *index, uint32_t root)
     if (id == KVK_RUN_NONE) {
         /* A run holds a block at least, so there are never more of them. */
         KVK_ASSERT(index->run_high < index->block_count_max);
-        if (index->run_high % KVK_CHUNK_BLOCKS == 0 && !run_chunk_add(index)) {
+        if (index->run_high % KVK_CHUNK_RUNS == 0 && !run_chunk_add(index)) {
             return KVK_RUN_NONE;
         }
         id = index->run_high++;

@@ -178,7 +178,8 @@ Test(index_evict, queues_against_a_plain_list)
         static uint32_t ids[COUNT];
         for (uint32_t i = 0; i < COUNT; i++) {
             float cost = (float)kvk_random_between(&random, 1, 50);
-            ids[i] = block_new(i, cost, false, 1 + i / 3, i * SECOND / 100);
+            uint64_t stamp = kvk_random_between(&random, 1, 100000);
+            ids[i] = block_new(i, cost, false, stamp, i * SECOND / 100);
         }
         uint64_t now_ns = COUNT * SECOND / 100;
         for (uint64_t step = 0; step < 60000; step++) {
@@ -186,7 +187,8 @@ Test(index_evict, queues_against_a_plain_list)
             uint32_t id = ids[kvk_random_below(&random, COUNT)];
             struct kvk_block *block = kvk_index_block(blocks, id);
             if (kvk_random_chance(&random, 0.3)) {
-                kvk_evict_use(evict, block, false, 1000 + step, now_ns);
+                uint64_t stamp = kvk_random_between(&random, 1, 100000 + step);
+                kvk_evict_use(evict, block, false, stamp, now_ns);
             } else if (block->queue == NULL) {
                 kvk_evict_queue_add(&queue, id);
             } else if (kvk_random_chance(&random, 0.3)) {
@@ -339,6 +341,27 @@ Test(index_evict, before_anything_is_known_the_older_is_worth_less)
         cr_assert_leq(density, before);
         before = density;
     }
+}
+
+/* The same by hand: 100 of 1,000 come back in one bucket, 300 in the next one. */
+Test(index_evict, the_density_is_hits_per_second_of_residence)
+{
+    struct kvk_learn learn;
+    kvk_learn_init(&learn);
+    for (int i = 0; i < 1000; i++) {
+        kvk_learn_enter(&learn, 2);
+        if (i < 400) {
+            kvk_learn_reuse(&learn, 2, i < 100 ? 100 : 130);
+        }
+    }
+    kvk_learn_refresh(&learn, 0);
+    const double edges[3] = {97.00586, 128, 168.89701}; /* 0.5 x 2^(19, 20, 21 / 2.5) */
+    double first = 100 / ((edges[1] - edges[0]) * (1000 + 900) / 2);
+    double second = 300 / ((edges[2] - edges[1]) * (900 + 600) / 2);
+    cr_assert_gt(second, first);
+    cr_assert_float_eq(kvk_learn_density(&learn, 2, 130), second, 1e-5);
+    cr_assert_float_eq(kvk_learn_density(&learn, 2, 100), second, 1e-5, "the best ahead");
+    cr_assert_lt(kvk_learn_density(&learn, 2, 170), 1e-8);
 }
 
 /* All of a class come back after 100 s: a block is worth its room until then, and nothing after. */

@@ -5,7 +5,7 @@
 #include "base/random.h"
 #include "tests/index_model.h"
 
-#define HISTORY_COUNT 100
+#define HISTORY_COUNT 50
 #define HISTORY_SIZE 30000
 
 Test(index_model, random_histories)

@@ -1,0 +1,14 @@
+/*
+ * Zeroed memory for large tables that are looked into at random. From 2 MiB on it is made of huge
+ * pages where the system allows: with small ones, such a look waits for the page tables as long as
+ * for the data. What is not touched yet costs no memory.
+ */
+#ifndef KVK_INDEX_PAGES_H
+#define KVK_INDEX_PAGES_H
+
+#include <stddef.h>
+
+void *kvk_pages_create(size_t size);              /* NULL: no memory */
+void kvk_pages_destroy(void *pages, size_t size); /* the size that it was created with */
+
+#endif
