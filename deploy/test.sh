@@ -83,7 +83,7 @@ python_tests() {
     fi
     while read -r count; do
         failed=$((failed + count))
-    done < <(sed -nE 's/.*\b([0-9]+) (failed|error).*/\1/p' <<<"$summary")
+    done < <(grep -oE '[0-9]+ (failed|error)' <<<"$summary" | cut -d' ' -f1)
 }
 
 heading "packages"
