@@ -60,6 +60,7 @@ struct kvk_group_tier {
     uint32_t own_evictions_left; /* before it is asked again which group gives room */
     uint32_t leave_count;        /* slabs that left: whoever backs a place sees what came between */
     uint64_t used_bytes;         /* = arena.used_count x block_bytes */
+    uint64_t stray_bytes;        /* as last looked at */
 };
 
 struct kvk_group {
@@ -606,8 +607,8 @@ uint64_t kvk_tier_load_ns(const struct kvk_cache *cache, uint64_t bytes); /* est
 
 /* Free what invalidated roots left behind, over at most `count` block ids. */
 void kvk_purge_slice(struct kvk_cache *cache, uint32_t count);
-/* Give empty slabs back to the pools but one per arena; back places ahead of need. Drops the lock.
- */
+/* Give back slabs that stand empty, and memory where there is no budget for it; back places ahead
+ * of need. Drops the lock. */
 void kvk_room_tidy_drops(struct kvk_cache *cache);
 /* Every law of the engine's own, with the lock held; kvk_cache_check() takes it. */
 void kvk_cache_check_locked(struct kvk_cache *cache);
