@@ -86,8 +86,8 @@ uint32_t kvk_arena_take(struct kvk_arena *arena);
 void kvk_arena_give(struct kvk_arena *arena, uint32_t slot);
 bool kvk_arena_is_used(const struct kvk_arena *arena, uint32_t slot);
 
-/* The place in the file that grow would take now, or KVK_SLAB_NONE where there is none left: so that
- * the owner can back it before. */
+/* The place in the file that grow would take now, or KVK_SLAB_NONE where there is none left: so
+ * that the owner can back it before. */
 uint32_t kvk_arena_next_place(const struct kvk_arena *arena);
 
 /* Take one more slab from the pool's budget: its number, or KVK_SLAB_NONE where not even one

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Does tidy.py see what it is there to see? Each rule once broken and once kept, in a small tree."""
+"""Does tidy.py see what it should? Each rule broken once and kept once, in a small tree."""
 
 import pathlib
 import sys
@@ -87,7 +87,8 @@ class Tidy(unittest.TestCase):
         self.assert_breach({"base/a.h": header("base/a.h") + "int a;\n"}, "must end the file")
 
     def test_switches(self):
-        switch = "int f(int a)\n{\n    switch (a) {\n    case %s:\n    default:\n        return 1;\n    }\n}\n"
+        switch = ("int f(int a)\n{\n    switch (a) {\n    case %s:\n    default:\n"
+                  "        return 1;\n    }\n}\n")
         self.assert_breach({"base/a.c": switch % "KVK_OK"}, "base/a.c:5: no default")
         self.assert_tidy({"base/a.c": switch % "3"})
         nested = ("int f(int a)\n{\n    switch (a) {\n    case KVK_OK:\n        switch (a) {\n"
