@@ -188,6 +188,7 @@ static void connection_open(struct kvk_server *server, int fd, enum kvk_peer_kin
     }
     connection->fd = fd;
     connection->peer.kind = kind;
+    connection->peer.connection_id = ++connections->last_id;
     atomic_init(&connection->references, 1);
     connection->watch_fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (connection->watch_fd < 0) {
@@ -207,7 +208,6 @@ static void connection_open(struct kvk_server *server, int fd, enum kvk_peer_kin
         table_clear(connections, connection);
         goto refuse_connection;
     }
-    connection->peer.connection_id = ++connections->last_id;
     connection_link(connections, connection);
     atomic_fetch_add(&connections->accepted_count, 1);
     grpc_server_credentials *credentials = grpc_insecure_server_credentials_create();

@@ -182,8 +182,9 @@ void kvk_call_start_batch(struct kvk_call *call, const grpc_op *operations, size
                           struct kvk_tag *tag)
 {
     KVK_ASSERT(kvk_locks_held() == 0);
-    kvk_handoff_release(tag);
-    grpc_call_error result = grpc_call_start_batch(call->call, operations, count, tag, NULL);
+    grpc_call *handle = call->call;
+    kvk_handoff_release(tag); /* from here the call may be gone, and serve another */
+    grpc_call_error result = grpc_call_start_batch(handle, operations, count, tag, NULL);
     KVK_ASSERT(result == GRPC_CALL_OK);
 }
 

@@ -26,7 +26,7 @@ const char *__asan_default_options(void)
 #define RAW_CONNECTS 1700
 #define KILLED_CLIENTS 300
 #define WARM_UP 10 /* percent of either */
-#define GROWTH_BYTES_MAX (8u << 20)
+#define GROWTH_BYTES_MAX (32u << 20)
 
 struct report {
     uint32_t descriptors, live_calls, live_connections, half_closes, cancels, dones;

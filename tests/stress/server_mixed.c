@@ -146,7 +146,9 @@ static void round_run(unsigned number)
         for (unsigned i = 0; i < CLIENT_THREADS; i++) {
             (void)pthread_join(clients[i], NULL);
         }
-        KVK_ASSERT(fixture_wait_live(&fixture, 0, 0));
+        /* Not the connections: gRPC's client may keep one whose channel was closed while its first
+         * call timed out during the connect. server_churn counts them, across processes. */
+        KVK_ASSERT(fixture_wait_live(&fixture, 0, FIXTURE_ANY));
         KVK_ASSERT(atomic_load(&fixture.counts.cancels) <= atomic_load(&fixture.counts.dones));
     }
     kvk_server_drain(fixture.server);
