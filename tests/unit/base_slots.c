@@ -97,7 +97,9 @@ static void model_grow(struct world *world, struct model *model)
 {
     struct kvk_arena *arena = &model->arena;
     uint64_t fitting = kvk_pool_free_bytes(&world->pool) / arena->slot_bytes;
+    uint32_t place = kvk_arena_next_place(arena);
     uint32_t slab = kvk_arena_grow(arena);
+    cr_assert_eq(slab, fitting == 0 ? KVK_SLAB_NONE : place);
     if (slab == KVK_SLAB_NONE) {
         cr_assert(fitting == 0 || arena->slab_count == arena->slab_capacity);
         return;
