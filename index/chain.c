@@ -90,6 +90,17 @@ static size_t walk_extra(const struct walk *walk, uint64_t ahead)
     return kvk_content_bytes(walk->content, position, block_tokens, walk->index->scratch);
 }
 
+/* Does the block at this place of the run say what comes next in the content? */
+static bool walk_block_is(const struct walk *walk, const struct kvk_run *run, uint32_t offset)
+{
+    size_t token_size = (size_t)walk->root->block_tokens * sizeof(uint32_t);
+    if (memcmp(kvk_run_tokens(run, offset), walk_tokens(walk, 0), token_size) != 0) {
+        return false;
+    }
+    size_t size = walk_extra(walk, 0);
+    return extra_equal(kvk_run_extra(run, offset), walk->index->scratch, size);
+}
+
 /* How far the run goes along with the content from here. */
 static uint32_t walk_ahead(const struct walk *walk)
 {
@@ -139,6 +150,17 @@ static bool walk_branch(struct walk *walk, struct kvk_match *match)
     uint32_t branches =
         walk->run == NULL ? walk->root->first_run : kvk_run_branches(walk->run)[walk->offset - 1];
     if (branches == KVK_RUN_NONE) {
+        return false;
+    }
+    /* The first of them is there for one comparison; often, at the end of a full run, it is also
+     * the only one. Past it a hash is cheaper than a list that may be very long. */
+    const struct kvk_run *first = kvk_run_at(index, branches);
+    if (walk_block_is(walk, first, 0)) {
+        walk->run = first;
+        walk->offset = 0;
+        return true;
+    }
+    if (first->next_sibling == KVK_RUN_NONE) {
         return false;
     }
     uint32_t root = match->cursor.root;

@@ -5,7 +5,8 @@
  * its parent's key and its tokens, then confirmed: the parent is that very block, the tokens and
  * the content bytes are equal. Unbranched stretches lie as runs, whose tokens, block ids and tier
  * masks are contiguous: along a run a prompt is followed by comparing tokens, without hashing,
- * probing or touching the blocks. Only at a branch is a key computed and the table probed.
+ * probing or touching the blocks. Only where a chain branches is a key computed and the table
+ * probed.
  *
  * Everything is bounded: blocks by block_count_max, roots by root_count_max. Tables grow in steps
  * whose work per call is bounded, so that no call stalls under the cache lock.

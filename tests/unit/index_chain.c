@@ -248,28 +248,51 @@ Test(index_chain, placeholders_beside_plain_blocks)
     kvk_index_check(chains);
 }
 
-/* Case L3: bytes hashed grow with what is looked up, not with its square; and where nothing
- * branches, only ends of runs are hashed. */
+static uint64_t hashed_bytes(uint32_t root, const struct kvk_content *content)
+{
+    struct kvk_match match = {
+        .cursor = {.root = root, .block = KVK_BLOCK_NONE},
+        .path_capacity = UINT64_MAX,
+    };
+    kvk_index_match(chains, content, &match);
+    cr_assert_eq(match.path_count, content->token_count / 16);
+    return match.hashed_bytes;
+}
+
+/* Case L3: bytes hashed grow with what is looked up, not with its square. Every 16th block has
+ * three children, the prompt's is the second: each costs one hash of one block. */
 Test(index_chain, case_l3_hashed_bytes_are_linear)
 {
     static uint32_t tokens[131072];
     uint32_t root = chain_root(chains, &hasher, "m", 16);
     tokens_fill(tokens, 131072, 0);
     struct kvk_content content = content_of(tokens, 131072);
-    chain_add_all(chains, root, 16, &content, NULL);
-    uint64_t hashed[2];
-    for (uint32_t i = 0; i < 2; i++) {
-        content.token_count = 65536U << i;
-        struct kvk_match match = {
-            .cursor = {.root = root, .block = KVK_BLOCK_NONE},
-            .path_capacity = UINT64_MAX,
-        };
-        kvk_index_match(chains, &content, &match);
-        cr_assert_eq(match.path_count, 4096U << i);
-        hashed[i] = match.hashed_bytes;
+    for (uint32_t block = 16; block < 8192; block += 16) {
+        for (uint32_t child = 0; child < 3; child++) {
+            tokens[16 * block] = child;
+            content.token_count = 16 * (block + 1);
+            chain_add_all(chains, root, 16, &content, NULL);
+        }
+        tokens[16 * block] = 1;
     }
-    cr_assert_eq(hashed[0], 16 * (16 + 64), "16 runs of 256 blocks");
-    cr_assert_eq(hashed[1], 2 * hashed[0]);
+    content.token_count = 131072;
+    chain_add_all(chains, root, 16, &content, NULL);
+    uint64_t whole = hashed_bytes(root, &content);
+    content.token_count = 65536;
+    uint64_t half = hashed_bytes(root, &content);
+    cr_assert_eq(half, 255 * (16 + 64));
+    cr_assert_eq(whole, 511 * (16 + 64));
+}
+
+/* Where nothing branches, nothing is hashed. */
+Test(index_chain, runs_are_followed_without_hashing)
+{
+    static uint32_t tokens[131072];
+    uint32_t root = chain_root(chains, &hasher, "m", 16);
+    tokens_fill(tokens, 131072, 0);
+    struct kvk_content content = content_of(tokens, 131072);
+    chain_add_all(chains, root, 16, &content, NULL);
+    cr_assert_eq(hashed_bytes(root, &content), 0);
 }
 
 /* ---- Changing ---- */
@@ -398,7 +421,7 @@ Test(index_chain, anchored_blocks_are_not_removed, .signal = SIGABRT)
     uint32_t root = chain_root(chains, &hasher, "m", 1);
     const uint32_t token = 1;
     struct kvk_content content = content_of(&token, 1);
-    uint32_t id;
+    uint32_t id = KVK_BLOCK_NONE;
     chain_add_all(chains, root, 1, &content, &id);
     kvk_index_anchor(chains, id);
     kvk_index_remove(chains, id);
@@ -545,7 +568,7 @@ Test(index_chain, roots_are_bounded_and_go_with_their_last_user)
 
     const uint32_t token = 1;
     struct kvk_content content = content_of(&token, 1);
-    uint32_t id;
+    uint32_t id = KVK_BLOCK_NONE;
     chain_add_all(small, first, 1, &content, &id);
     kvk_index_root_hold(small, first);
     kvk_index_root_release(small, first);

@@ -48,7 +48,7 @@ static uint32_t block_new(uint32_t token, float cost, bool windowed, uint64_t st
                           uint64_t now_ns)
 {
     struct kvk_content content = {.tokens = &token, .token_count = 1};
-    uint32_t id;
+    uint32_t id = KVK_BLOCK_NONE;
     cr_assert_eq(chain_add_all(blocks, root, 1, &content, &id), 1);
     kvk_evict_admit(evict, kvk_index_block(blocks, id), cost, windowed, stamp, now_ns);
     return id;
