@@ -346,27 +346,35 @@ static bool is_needless(const struct kvk_block *block)
     return block->state == KVK_BLOCK_HOLLOW && block->child_count == 0 && block->anchor_count == 0;
 }
 
-/* A FREE block leaves the index, and with it each hollow ancestor that only it needed. */
-static void block_end(struct kvk_cache *cache, struct kvk_group *group, uint32_t id)
+/* A FREE block leaves the index and is nobody's any more. Its parent, or KVK_BLOCK_NONE. */
+static uint32_t block_erase(struct kvk_cache *cache, struct kvk_group *group, uint32_t id)
 {
-    for (;;) {
-        struct kvk_block *block = kvk_index_block(cache->index, id);
-        KVK_ASSERT(block->state == KVK_BLOCK_FREE);
-        KVK_ASSERT(block->queue == NULL);
-        count_as(cache, group, block, KVK_BLOCK_FREE);
-        uint32_t parent = is_indexed(block) ? kvk_index_remove(cache->index, id) : KVK_BLOCK_NONE;
-        kvk_index_block_free(cache->index, id);
-        if (parent == KVK_BLOCK_NONE) {
-            return;
-        }
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    KVK_ASSERT(block->state == KVK_BLOCK_FREE);
+    KVK_ASSERT(block->queue == NULL);
+    count_as(cache, group, block, KVK_BLOCK_FREE);
+    uint32_t parent = is_indexed(block) ? kvk_index_remove(cache->index, id) : KVK_BLOCK_NONE;
+    kvk_index_block_free(cache->index, id);
+    return parent;
+}
+
+/* A block lost a child. Hollow ancestors that only it needed go with it. */
+static void parent_lost_child(struct kvk_cache *cache, struct kvk_group *group, uint32_t parent)
+{
+    while (parent != KVK_BLOCK_NONE) {
         struct kvk_block *above = kvk_index_block(cache->index, parent);
         if (!is_needless(above)) {
             parent_update(cache, parent);
             return;
         }
         kvk_block_step(above, KVK_BLOCK_PRUNE);
-        id = parent;
+        parent = block_erase(cache, group, parent);
     }
+}
+
+static void block_end(struct kvk_cache *cache, struct kvk_group *group, uint32_t id)
+{
+    parent_lost_child(cache, group, block_erase(cache, group, id));
 }
 
 /* The bytes in one tier go. What that leaves of the block is the caller's to settle. */
@@ -522,6 +530,17 @@ void kvk_block_set_quarantined(struct kvk_cache *cache, uint32_t id, bool quaran
     struct kvk_block *block = kvk_index_block(cache->index, id);
     block->flags = (uint8_t)(quarantined ? block->flags | KVK_BLOCK_QUARANTINED
                                          : block->flags & ~KVK_BLOCK_QUARANTINED);
+    kvk_block_settle(cache, id);
+}
+
+void kvk_block_unindex(struct kvk_cache *cache, uint32_t id)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    KVK_ASSERT(block->hold_count > 0);
+    queue_leave(block, id);
+    uint32_t parent = kvk_index_remove(cache->index, id);
+    parent_lost_child(cache, kvk_group_of(cache, block), parent);
     kvk_block_settle(cache, id);
 }
 

@@ -59,6 +59,7 @@ struct kvk_group_tier {
     uint32_t loose_count;        /* slots taken for copies that have not landed yet */
     uint32_t own_evictions_left; /* before it is asked again which group gives room */
     uint32_t leave_count;        /* slabs that left: whoever backs a place sees what came between */
+    uint32_t backing_count;      /* places that are being backed without the lock, now */
     uint64_t used_bytes;         /* = arena.used_count x block_bytes */
     uint64_t stray_bytes;        /* as last looked at */
 };
@@ -372,9 +373,10 @@ struct kvk_cache {
     uint32_t purge_next; /* sweep for blocks of invalidated roots */
     uint32_t purge_left; /* ids that the sweep has still to see */
     bool purge_wanted;
-    uint32_t stray_next;    /* group whose strays are counted next */
-    uint32_t tidy_next;     /* group that is tidied next */
-    uint64_t passing_holds; /* of calls that work without the lock now: kvk_block_borrow() */
+    uint32_t stray_next;      /* group whose strays are counted next */
+    uint32_t tidy_next;       /* group that is tidied next */
+    uint64_t passing_holds;   /* of calls that work without the lock now: kvk_block_borrow() */
+    uint32_t moves_under_way; /* blocks that are being copied between tiers, now */
     struct kvk_refusal refusals[KVK_REFUSAL_COUNT]; /* ring */
     uint64_t refusal_count;
     bool constant_hash; /* test hook */
@@ -434,6 +436,10 @@ void kvk_block_unpin(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier
  * (a read, an attention, a copy). Counted in cache.passing_holds. */
 void kvk_block_borrow(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier);
 void kvk_block_return(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier);
+
+/* Take a held block without children and anchors out of the index: no look-up finds it any more,
+ * and its last release frees it. */
+void kvk_block_unindex(struct kvk_cache *cache, uint32_t block);
 
 /* The block's bytes count as quarantine from now on, or no longer. */
 void kvk_block_set_quarantined(struct kvk_cache *cache, uint32_t block, bool quarantined);

@@ -406,7 +406,7 @@ static bool choose_empty(const struct kvk_cache *cache, const struct kvk_group *
 static void choose_waiting(const struct kvk_cache *cache, enum kvk_tier tier,
                            struct kvk_room_choice *choice)
 {
-    choice->step = cache->tiers[tier].copying_bytes > 0 ? KVK_ROOM_WAIT : KVK_ROOM_NOTHING;
+    choice->step = cache->moves_under_way > 0 ? KVK_ROOM_WAIT : KVK_ROOM_NOTHING;
     for (const struct kvk_punch *punch = cache->punches; punch != NULL; punch = punch->next) {
         if (punch->tier == tier) {
             choice->step = punch->under_way ? KVK_ROOM_WAIT : KVK_ROOM_PUNCH;

@@ -32,6 +32,7 @@ static enum kvk_status back_drops(struct kvk_cache *cache, struct kvk_group *gro
 
     KVK_ASSERT(slots > 0 && slots <= at->arena.slab_slots);
     group->space->reference_count++;
+    at->backing_count++;
     kvk_unlock(&cache->lock);
     for (uint32_t shard = 0; shard < group->shard_count && status == KVK_OK; shard++) {
         uint64_t bytes = group->shard_bytes[shard];
@@ -43,6 +44,7 @@ static enum kvk_status back_drops(struct kvk_cache *cache, struct kvk_group *gro
                                    slots * sizeof(uint32_t), error);
     }
     kvk_lock(&cache->lock);
+    at->backing_count--;
     group->space->reference_count--;
     /* Where a slab left meanwhile, this place's memory may have been punched out again. */
     if (status == KVK_OK && at->leave_count == leave_count && at->places[place] < slots) {

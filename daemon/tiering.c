@@ -50,6 +50,7 @@ void kvk_tier_move_begin(struct kvk_cache *cache, enum kvk_tier tier, const stru
     if (block->state != KVK_BLOCK_RESERVED) {
         kvk_block_step(block, KVK_BLOCK_TRANSFER_BEGIN);
     }
+    cache->moves_under_way++;
     kvk_block_borrow(cache, move->block, source);
 }
 
@@ -190,6 +191,8 @@ static void move_end(struct kvk_cache *cache, const struct job *job, const struc
     bool current =
         block->run != UINT32_MAX && kvk_root_is_current(cache, kvk_index_root_of(cache->index, id));
     bool damaged_last = moving->damaged && current && block->tier_mask == 1U << job->source;
+    KVK_ASSERT(cache->moves_under_way > 0);
+    cache->moves_under_way--;
     KVK_ASSERT(cache->passing_holds > 0);
     cache->passing_holds--;
     kvk_block_release(cache, id, false);
