@@ -1,0 +1,394 @@
+/*
+ * Invalidation: what was named is found no more.
+ *
+ * A whole space is made unfindable in one step, by one more in its generation, which is part of
+ * every root's identity; what hung from the old roots is freed in slices. A salt or a prefix is
+ * taken out of the index leaf by leaf, in slices too; sequences that hang from it go on with their
+ * own blocks, but index nothing any more.
+ */
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/assert.h"
+#include "daemon/sequence_internal.h"
+#include "daemon/space_internal.h"
+
+#define SLICE_IDS 1024   /* block ids that a sweep looks at with the lock held */
+#define SLICES_AT_ONCE 8 /* of the sweep, by the call itself */
+#define SLICE_LEAVES 256 /* blocks that a walk takes out with the lock held */
+#define STUCK_MAX 1000   /* slices that a walk waits for calls that are opening sequences there */
+#define WAIT_NS (10 * KVK_NS_PER_MS)
+
+/* ---- The sweep ---- */
+
+void kvk_purge_slice(struct kvk_cache *cache, uint32_t count)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    uint32_t end = kvk_index_block_id_end(cache->index);
+    for (uint32_t i = 0; i < count && cache->purge_left > 0; i++) {
+        uint32_t id = cache->purge_next < end ? cache->purge_next : 0;
+        cache->purge_next = id + 1;
+        cache->purge_left--;
+        if (id >= end) {
+            cache->purge_left = 0; /* there are no blocks at all */
+            break;
+        }
+        const struct kvk_block *block = kvk_index_block(cache->index, id);
+        if (block->state == KVK_BLOCK_FREE || block->run == UINT32_MAX ||
+            kvk_root_is_current(cache, kvk_index_root_of(cache->index, id))) {
+            continue;
+        }
+        cache->stats.invalidated_blocks += block->state == KVK_BLOCK_EVICTABLE ? 1 : 0;
+        kvk_block_settle(cache, id); /* frees it, or takes it out of its queue */
+    }
+    if (cache->purge_left == 0) {
+        cache->purge_wanted = false;
+    }
+}
+
+static void yield_drops(struct kvk_cache *cache)
+{
+    kvk_unlock(&cache->lock);
+    (void)sched_yield();
+    kvk_lock(&cache->lock);
+}
+
+static void purge_begin_drops(struct kvk_cache *cache)
+{
+    cache->purge_left = kvk_index_block_id_end(cache->index);
+    cache->purge_wanted = cache->purge_left > 0;
+    for (uint32_t i = 0; i < SLICES_AT_ONCE && cache->purge_wanted; i++) {
+        if (i > 0) {
+            yield_drops(cache);
+        }
+        kvk_purge_slice(cache, SLICE_IDS);
+    }
+}
+
+/* ---- Whole spaces ---- */
+
+static struct kvk_view identity_part(const struct kvk_space *space, enum kvk_identity_part wanted)
+{
+    size_t offset = 0;
+    uint32_t tag;
+    struct kvk_view part;
+    while (kvk_identity_next(space->identity, space->identity_size, &offset, &tag, &part)) {
+        if (tag == (uint32_t)wanted) {
+            return part;
+        }
+    }
+    return (struct kvk_view){0};
+}
+
+/* An empty name matches all. */
+static bool name_matches(const struct kvk_space *space, enum kvk_identity_part part,
+                         const struct kvk_view *name)
+{
+    struct kvk_view known = identity_part(space, part);
+    return name->size == 0 ||
+           (known.size == name->size && memcmp(known.data, name->data, name->size) == 0);
+}
+
+static bool is_named(const struct kvk_space *space, const struct kvk_tenant *tenant,
+                     const struct kvk_invalidate_request *request)
+{
+    return space->tenant == tenant && name_matches(space, KVK_IDENTITY_MODEL, &request->model) &&
+           name_matches(space, KVK_IDENTITY_REVISION, &request->revision) &&
+           name_matches(space, KVK_IDENTITY_ADAPTER_NAME, &request->adapter_name);
+}
+
+/* From here on its old roots are found no more. */
+static void space_retire(struct kvk_space *space, struct kvk_invalidate_reply *reply)
+{
+    kvk_space_set_generation(space, space->generation + 1);
+    reply->spaces++;
+    for (uint32_t g = 0; g < space->group_count; g++) {
+        const struct kvk_group *group = space->groups[g];
+        for (int i = 0; i < KVK_TIER_COUNT; i++) {
+            reply->blocks[i] += group->tier_blocks[i];
+        }
+        reply->held_blocks +=
+            group->state_counts[KVK_BLOCK_SEALED] + group->state_counts[KVK_BLOCK_SHARED];
+    }
+}
+
+static void spaces_retire(struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                          const struct kvk_invalidate_request *request, uint64_t *ids,
+                          uint32_t *count, struct kvk_invalidate_reply *reply)
+{
+    for (struct kvk_space *space = cache->spaces; space != NULL; space = space->next) {
+        bool named = request->space_id != 0 ? space->id == request->space_id
+                                            : is_named(space, tenant, request);
+        if (named) {
+            KVK_ASSERT(*count < cache->config->spaces);
+            ids[(*count)++] = space->id;
+            space_retire(space, reply);
+        }
+    }
+}
+
+/* ---- A salt, or a prefix ---- */
+
+/* What hangs below the first `blocks` blocks of the prompt, the last of them included. */
+struct walk {
+    struct kvk_space *space;
+    const struct kvk_prompt *prompt;
+    uint32_t blocks; /* 0: everything of the salt */
+    uint32_t root; /* KVK_ROOT_NONE: nothing of it is known */
+};
+
+static bool sequence_is_below(const struct kvk_sequence *sequence, const struct walk *walk)
+{
+    const struct kvk_prompt *prompt = walk->prompt;
+    size_t tokens = (size_t)walk->blocks * walk->space->block_tokens;
+    return sequence->space == walk->space && sequence->salt_size == prompt->salt_size &&
+           (prompt->salt_size == 0 ||
+            memcmp(sequence->salt, prompt->salt, prompt->salt_size) == 0) &&
+           sequence->length >= tokens &&
+           (tokens == 0 ||
+            memcmp(sequence->tokens, prompt->tokens, tokens * sizeof(*prompt->tokens)) == 0);
+}
+
+/* Sequences below keep their blocks, but what they seal from now on is theirs alone. */
+static void sequences_detach(struct kvk_cache *cache, const struct walk *walk)
+{
+    size_t place = 0;
+    const struct kvk_table_entry *entry;
+    while ((entry = kvk_table_next(&cache->sequence_table, &place)) != NULL) {
+        struct kvk_sequence *sequence = kvk_table_get(&cache->sequence_table, entry->key);
+        if (!sequence_is_below(sequence, walk)) {
+            continue;
+        }
+        for (uint32_t g = 0; g < walk->space->group_count; g++) {
+            if (!sequence->groups[g].detached) {
+                kvk_sequence_detach(cache, &sequence->groups[g]);
+            }
+        }
+    }
+}
+
+/* Where the walk begins: the prefix's last block; KVK_BLOCK_NONE: there is nothing left. */
+static uint32_t walk_top(const struct kvk_cache *cache, const struct walk *walk)
+{
+    if (walk->root == KVK_ROOT_NONE) {
+        return KVK_BLOCK_NONE;
+    }
+    if (walk->blocks == 0) {
+        return kvk_index_first_child(cache->index, walk->root, KVK_BLOCK_NONE);
+    }
+    const struct kvk_content content = {
+        .tokens = walk->prompt->tokens,
+        .token_count = (uint64_t)walk->blocks * walk->space->block_tokens,
+        .spans = walk->prompt->spans,
+        .span_count = walk->prompt->span_count,
+    };
+    struct kvk_match match = {
+        .cursor = {.root = walk->root, .block = KVK_BLOCK_NONE},
+        .path_capacity = walk->blocks,
+    };
+    kvk_index_match(cache->index, &content, &match);
+    return match.path_count == walk->blocks ? match.cursor.block : KVK_BLOCK_NONE;
+}
+
+static uint32_t leaf_below(const struct kvk_cache *cache, uint32_t root, uint32_t id)
+{
+    uint32_t child;
+    while ((child = kvk_index_first_child(cache->index, root, id)) != KVK_BLOCK_NONE) {
+        id = child;
+    }
+    return id;
+}
+
+/* Take a leaf out of the index. False: a call that works without the lock stands there. */
+static bool leaf_remove(struct kvk_cache *cache, uint32_t id, struct kvk_invalidate_reply *reply)
+{
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    KVK_ASSERT(block->child_count == 0);
+    if (block->anchor_count > 0) {
+        return false;
+    }
+    if (block->state == KVK_BLOCK_HOLLOW) {
+        kvk_block_settle(cache, id); /* nothing needs it any more */
+        return true;
+    }
+    uint8_t mask = block->tier_mask;
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+        reply->blocks[i] += (mask & (1U << i)) != 0 ? 1 : 0;
+    }
+    cache->stats.invalidated_blocks++;
+    if (block->hold_count > 0) {
+        reply->held_blocks++;
+        kvk_block_unindex(cache, id);
+        return true;
+    }
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+        if ((mask & (1U << i)) != 0) {
+            kvk_block_drop_copy(cache, id, (enum kvk_tier)i, false);
+        }
+    }
+    return true;
+}
+
+/* Is the parent still in its chain, so that the walk can go on from there? Nothing is allocated
+ * while leaves are taken out, so a block that went is FREE. */
+static bool is_there(const struct kvk_cache *cache, uint32_t id)
+{
+    const struct kvk_block *block = kvk_index_block(cache->index, id);
+    return block->state != KVK_BLOCK_FREE && block->run != UINT32_MAX;
+}
+
+enum slice_end { SLICE_DONE, SLICE_MORE, SLICE_STUCK };
+
+static enum slice_end walk_slice(struct kvk_cache *cache, const struct walk *walk,
+                                 struct kvk_invalidate_reply *reply)
+{
+    uint32_t removed = 0;
+    uint32_t top;
+    sequences_detach(cache, walk);
+    while ((top = walk_top(cache, walk)) != KVK_BLOCK_NONE) {
+        uint32_t at = top;
+        for (;;) {
+            uint32_t leaf = leaf_below(cache, walk->root, at);
+            uint32_t parent = kvk_index_block(cache->index, leaf)->parent;
+            if (!leaf_remove(cache, leaf, reply)) {
+                return SLICE_STUCK;
+            }
+            removed++;
+            if (leaf == top || parent == KVK_BLOCK_NONE || !is_there(cache, parent)) {
+                break;
+            }
+            at = parent;
+        }
+        if (removed >= SLICE_LEAVES) {
+            return SLICE_MORE;
+        }
+    }
+    return SLICE_DONE;
+}
+
+/* A while, in which the call that stands in the way may end. */
+static void wait_drops(struct kvk_cache *cache)
+{
+    if (!cache->threads) {
+        yield_drops(cache);
+        return;
+    }
+    uint64_t until_ns = kvk_clock_now(kvk_clock_monotonic()) + WAIT_NS;
+    (void)kvk_condition_wait(&cache->changed, &cache->lock, until_ns);
+}
+
+static enum kvk_status walk_group_drops(struct kvk_cache *cache, const struct walk *walk,
+                                        struct kvk_invalidate_reply *reply, struct kvk_error *error)
+{
+    for (uint32_t stuck = 0; stuck < STUCK_MAX;) {
+        switch (walk_slice(cache, walk, reply)) {
+        case SLICE_DONE:
+            return KVK_OK;
+        case SLICE_MORE:
+            yield_drops(cache);
+            break;
+        case SLICE_STUCK:
+            stuck++;
+            wait_drops(cache);
+            break;
+        }
+    }
+    (void)kvk_fail(error, KVK_UNAVAILABLE, KVK_CAUSE_BUSY, "prefix",
+                   "other calls are still opening sequences on this prefix");
+    kvk_error_retry(error, 100);
+    return KVK_UNAVAILABLE;
+}
+
+static enum kvk_status invalidate_part_drops(struct kvk_cache *cache, struct kvk_space *space,
+                                             const struct kvk_invalidate_request *request,
+                                             struct kvk_invalidate_reply *reply,
+                                             struct kvk_error *error)
+{
+    const struct kvk_prompt salt_alone = {
+        .salt = request->salt.data,
+        .salt_size = request->salt.size,
+    };
+    struct walk walk = {
+        .space = space,
+        .prompt = request->prefix != NULL ? request->prefix : &salt_alone,
+    };
+    uint64_t blocks = walk.prompt->token_count / space->block_tokens;
+    walk.blocks = blocks > UINT32_MAX ? UINT32_MAX : (uint32_t)blocks;
+    uint32_t roots[KVK_GROUP_COUNT_MAX];
+    enum kvk_status status =
+        kvk_space_roots(cache, space, walk.prompt->salt, walk.prompt->salt_size, roots, error);
+    if (status != KVK_OK) {
+        return status;
+    }
+    space->reference_count++;
+    for (uint32_t g = 0; g < space->group_count && status == KVK_OK; g++) {
+        walk.root = roots[g];
+        status = walk_group_drops(cache, &walk, reply, error);
+    }
+    space->reference_count--;
+    kvk_space_roots_release(cache, space, roots);
+    reply->spaces = 1;
+    return status;
+}
+
+/* ---- The call ---- */
+
+static enum kvk_status invalidate_drops(struct kvk_cache *cache, const struct kvk_caller *caller,
+                                        const struct kvk_tenant **tenant,
+                                        const struct kvk_invalidate_request *request, uint64_t *ids,
+                                        uint32_t *count, struct kvk_invalidate_reply *reply,
+                                        struct kvk_error *error)
+{
+    struct kvk_space *space = NULL;
+    if (request->space_id != 0) {
+        enum kvk_status status = kvk_space_find(cache, caller, request->space_id, &space, error);
+        if (status != KVK_OK) {
+            return status;
+        }
+        *tenant = space->tenant;
+    }
+    if (request->by_salt || request->prefix != NULL) {
+        if (space == NULL) {
+            return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "space_id",
+                            "space_id is required with a salt or a prefix");
+        }
+        ids[(*count)++] = space->id;
+        return invalidate_part_drops(cache, space, request, reply, error);
+    }
+    spaces_retire(cache, *tenant, request, ids, count, reply);
+    purge_begin_drops(cache);
+    return KVK_OK;
+}
+
+enum kvk_status kvk_invalidate(struct kvk_cache *cache, const struct kvk_caller *caller,
+                               const struct kvk_invalidate_request *request,
+                               struct kvk_invalidate_reply *reply, struct kvk_error *error)
+{
+    const struct kvk_tenant *tenant = NULL;
+    uint32_t count = 0;
+    *reply = (struct kvk_invalidate_reply){0};
+    if (!caller->may_block) {
+        return KVK_WOULD_BLOCK;
+    }
+    if (request->space_id == 0) {
+        enum kvk_status status = kvk_credential_tenant(caller->credential, request->tenant.data,
+                                                       request->tenant.size, &tenant, error);
+        if (status != KVK_OK) {
+            return status;
+        }
+    }
+    uint64_t *ids = calloc(cache->config->spaces, sizeof(*ids));
+    if (ids == NULL) {
+        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for the spaces' ids");
+    }
+    kvk_lock(&cache->lock);
+    enum kvk_status status =
+        invalidate_drops(cache, caller, &tenant, request, ids, &count, reply, error);
+    kvk_unlock(&cache->lock);
+    for (uint32_t i = 0; i < count; i++) {
+        kvk_sessions_notify_unlocked(cache, tenant, KVK_NOTICE_INVALIDATED, ids[i]);
+    }
+    free(ids);
+    return status;
+}
