@@ -301,7 +301,6 @@ static enum kvk_status open_promote_drops(struct opening *opening)
         uint32_t moved = 0;
         enum kvk_status status = kvk_sequence_bring_drops(
             opening->cache, sequence, KVK_TIER_DEVICE, list, count, &moved, opening->caller, NULL);
-        opening->cache->stats.promoted_blocks += moved;
         if (status == KVK_DATA_LOSS || status == KVK_DEADLINE || status == KVK_CANCELLED) {
             return kvk_fail(opening->error, status, KVK_CAUSE_NONE, "",
                             "the call ended while blocks were brought to the device");

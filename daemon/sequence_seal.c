@@ -45,6 +45,9 @@ static void checksum_inline(const struct kvk_cache *cache, uint32_t id)
     const struct kvk_group *group = kvk_group_of(cache, block);
     enum kvk_tier tier = kvk_block_tier(block);
     uint64_t *checksums = kvk_block_checksums(cache, block, tier);
+    if (group->tiers[tier].regions[0].fd < 0) {
+        return; /* memory that the processor cannot read: hashed by the device at its first move */
+    }
     for (uint32_t s = 0; s < group->shard_count; s++) {
         checksums[s] =
             kvk_checksum(kvk_block_address(cache, block, tier, s), group->shard_bytes[s]);
@@ -360,8 +363,7 @@ void kvk_settling_finish_drops(struct kvk_cache *cache, const struct kvk_caller 
         if (!agrees) {
             cache->stats.wrong_reuse++;
             kvk_log(KVK_LOG_ERROR, "wrong_reuse", "space=%llu group=%u block=%u",
-                    (unsigned long long)space->id, comparison.group->index,
-                    duplicate->winner);
+                    (unsigned long long)space->id, comparison.group->index, duplicate->winner);
         }
         kvk_block_return(cache, duplicate->ours, (enum kvk_tier)duplicate->ours_tier);
         kvk_block_return(cache, duplicate->winner, (enum kvk_tier)duplicate->winner_tier);
