@@ -611,6 +611,9 @@ uint64_t kvk_tier_load_ns(const struct kvk_cache *cache, uint64_t bytes); /* est
 
 /* ================= maintenance: cache.c, invalidate.c, room.c ================= */
 
+/* Time in all in which the daemon itself stood still (stopped, or the machine slept), what is not
+ * noted yet included: lease time is the clock's less this. */
+uint64_t kvk_cache_stood_still(const struct kvk_cache *cache, uint64_t now_ns);
 /* Free what invalidated roots left behind, over at most `count` block ids. */
 void kvk_purge_slice(struct kvk_cache *cache, uint32_t count);
 /* Give back slabs that stand empty, and memory where there is no budget for it; back places ahead
