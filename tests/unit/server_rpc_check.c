@@ -551,10 +551,12 @@ Test(rpc_wire, hostile_repetition_is_refused_before_it_is_unpacked)
                                       &error) == KVK_OK);
         }
     }
+    run = begin();
     bytes.size_bytes = (size_t)(at - buffer);
     expect_field(kvk_wire_unpack(&config, &run.memory->arena,
                                  &kvkeep__v1__lookup_request__descriptor, bytes, &message, &error),
                  &error, "");
+    cr_assert(run.memory->arena.taken_bytes == 0);
     free(buffer);
 }
 
