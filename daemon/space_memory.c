@@ -174,6 +174,10 @@ static void tier_destroy(struct kvk_cache *cache, struct kvk_group *group, enum 
     kvk_evict_queue_finish(&at->clean);
     kvk_evict_queue_finish(&at->held);
     kvk_lock(&cache->lock);
+    struct kvk_tier_state *state = &cache->tiers[tier];
+    KVK_ASSERT(state->stray_bytes >= at->stray_bytes);
+    state->stray_bytes -= at->stray_bytes;
+    state->pool.charge_bytes -= at->stray_bytes;
     kvk_arena_finish(&at->arena);
     kvk_unlock(&cache->lock);
 }
