@@ -290,12 +290,9 @@ static enum kvk_status build_cache(struct house *house, struct kvk_error *error)
                                                     .device = house->device,
                                                     .host_device = house->host_device,
                                                     .threads = true};
-    status = kvk_cache_create(&cache_options, &house->cache, error);
-    if (status == KVK_OK) {
-        house->device = NULL;
-        house->host_device = NULL;
-    }
-    return status;
+    house->device = NULL; /* the cache's, made or not */
+    house->host_device = NULL;
+    return kvk_cache_create(&cache_options, &house->cache, error);
 }
 
 static enum kvk_status build(struct house *house, struct kvk_error *error)
