@@ -453,17 +453,20 @@ static void choose_victim(struct kvk_cache *cache, struct kvk_group *group, enum
 void kvk_room_choose(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
                      const struct kvk_room_want *want, struct kvk_room_choice *choice)
 {
+    if (group->tiers[tier].present && kvk_room_free_slots(group, tier) > 0) {
+        *choice = (struct kvk_room_choice){.step = KVK_ROOM_TAKE, .victim = KVK_BLOCK_NONE};
+        return;
+    }
+    kvk_room_choose_more(cache, group, tier, want, choice);
+}
+
+void kvk_room_choose_more(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
+                          const struct kvk_room_want *want, struct kvk_room_choice *choice)
+{
     KVK_ASSERT(kvk_lock_held(&cache->lock));
     struct kvk_group_tier *at = &group->tiers[tier];
     *choice = (struct kvk_room_choice){.step = KVK_ROOM_NOTHING, .victim = KVK_BLOCK_NONE};
-    if (!at->present) {
-        return;
-    }
-    if (kvk_room_free_slots(group, tier) > 0) {
-        choice->step = KVK_ROOM_TAKE;
-        return;
-    }
-    if (choose_budget(cache, group, tier, choice)) {
+    if (!at->present || choose_budget(cache, group, tier, choice)) {
         return;
     }
     /* Looking at all groups is for once in a slab's worth of victims. */

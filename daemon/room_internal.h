@@ -45,6 +45,9 @@ struct kvk_room_choice {
  * its groups what that one needs itself. */
 void kvk_room_choose(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
                      const struct kvk_room_want *want, struct kvk_room_choice *choice);
+/* The same where the slots that are free do not suffice. */
+void kvk_room_choose_more(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
+                          const struct kvk_room_want *want, struct kvk_room_choice *choice);
 
 /* Must `block` be copied to the host tier before it may leave the device? */
 bool kvk_room_is_dirty(const struct kvk_group *group, const struct kvk_block *block);

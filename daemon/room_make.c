@@ -307,7 +307,7 @@ static enum kvk_status step_drops(struct kvk_cache *cache, struct kvk_group *gro
     struct kvk_room_choice choice;
     enum kvk_status status = KVK_OK;
     uint32_t demoted;
-    kvk_room_choose(cache, group, tier, want, &choice);
+    kvk_room_choose_more(cache, group, tier, want, &choice);
     switch (choice.step) {
     case KVK_ROOM_TAKE:
     case KVK_ROOM_GROW:
