@@ -1,0 +1,1198 @@
+/*
+ * Instances and sessions, with real processes behind them: who owns what, what comes back when one
+ * ends, and what waits for a process that may still write.
+ */
+#include "daemon/session.h"
+
+#include <dirent.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+
+#include "daemon/side_socket.h"
+#include "tests/engine_house.h"
+#include "tests/engine_worker.h"
+
+#define BLOCK_BYTES 1024 /* of house_geometry() */
+#define SECOND_MS 1000
+
+/* ---- A house with a side socket ---- */
+
+struct side_house {
+    struct house house;
+    struct kvk_side_socket *side;
+    char path[108];
+    uint64_t space_id;
+};
+
+static void side_start(struct side_house *side, uint64_t device_bytes, uint64_t host_bytes,
+                       uint32_t connections)
+{
+    const struct house_options options = {
+        .device_bytes = device_bytes, .host_bytes = host_bytes, .threads = true};
+
+    house_init(&side->house);
+    house_start(&side->house, &options);
+    (void)snprintf(side->path, sizeof(side->path), "/tmp/kvkeep-test-%d.side", (int)getpid());
+    cr_assert_eq(kvk_side_socket_create(side->house.cache, side->path, 0600, connections,
+                                        &side->side, &side->house.error),
+                 KVK_OK, "%s", side->house.error.text);
+    side->space_id = house_space(&side->house, "model");
+}
+
+static void side_stop(struct side_house *side)
+{
+    kvk_side_socket_destroy(side->side);
+    house_stop(&side->house);
+}
+
+static struct kvk_hello worker_hello(const struct worker *worker)
+{
+    return (struct kvk_hello){.local = true,
+                              .pid = (int32_t)worker->pid,
+                              .uid = (uint32_t)geteuid(),
+                              .pidfd = worker->pidfd};
+}
+
+/* A worker with a session and a bound side socket. */
+static struct kvk_welcome worker_join(struct side_house *side, const struct worker *worker)
+{
+    const struct kvk_hello hello = worker_hello(worker);
+    struct kvk_welcome welcome = house_begin(&side->house, &hello);
+    cr_assert_eq(worker_send_token(worker, 'b', side->path, welcome.side_token), 0);
+    return welcome;
+}
+
+static enum kvk_status try_map(struct side_house *side, uint64_t session_id, enum kvk_tier tier,
+                               bool read_only, struct kvk_map_reply *reply)
+{
+    const struct kvk_map_request request = {.session_id = session_id,
+                                            .kind = KVK_MAP_SLOTS,
+                                            .space_id = side->space_id,
+                                            .tier = tier,
+                                            .read_only = read_only};
+    return kvk_session_map(side->house.cache, &side->house.caller, &request, reply,
+                           &side->house.error);
+}
+
+/* The worker maps the slots of the space. */
+static struct kvk_map_reply worker_map_slots(struct side_house *side, const struct worker *worker,
+                                             uint64_t session_id, enum kvk_tier tier,
+                                             bool read_only)
+{
+    struct kvk_map_reply reply;
+
+    cr_assert_eq(try_map(side, session_id, tier, read_only, &reply), KVK_OK, "%s",
+                 side->house.error.text);
+    cr_assert_eq(worker_send_token(worker, 't', side->path, reply.map_token), 0);
+    cr_assert_eq(
+        worker_say(worker, 'm', reply.size_bytes, read_only ? PROT_READ : PROT_READ | PROT_WRITE),
+        0);
+    return reply;
+}
+
+/* Wait until so many bytes are bound, a second at most: what a dead worker had is back by then. */
+static void wait_bound(struct house *house, enum kvk_tier tier, uint64_t bytes)
+{
+    for (int ms = 0; ms < SECOND_MS; ms++) {
+        if (house_bound(house, tier) == bytes) {
+            return;
+        }
+        house_sleep_ms(1);
+    }
+    cr_expect_eq(house_bound(house, tier), bytes, "%llu bytes bound after a second, not %llu",
+                 (unsigned long long)house_bound(house, tier), (unsigned long long)bytes);
+}
+
+static uint32_t session_count(struct house *house)
+{
+    kvk_lock(&house->cache->lock);
+    uint32_t count = house->cache->session_table.count;
+    kvk_unlock(&house->cache->lock);
+    return count;
+}
+
+static void wait_sessions(struct house *house, uint32_t count)
+{
+    for (int ms = 0; ms < SECOND_MS && session_count(house) != count; ms++) {
+        house_sleep_ms(1);
+    }
+    cr_expect_eq(session_count(house), count);
+}
+
+/* ---- Beginning ---- */
+
+Test(engine_session, hello_is_checked)
+{
+    struct house house;
+    struct kvk_welcome welcome;
+    char name[300];
+
+    house_init(&house);
+    house_start(&house, &(struct house_options){.host_bytes = 1 << 20});
+    struct kvk_hello hello = house_hello();
+    hello.rank = KVK_SHARD_COUNT_MAX;
+    cr_expect_eq(kvk_session_begin(house.cache, &house.caller, &hello, &welcome, &house.error),
+                 KVK_INVALID);
+    cr_expect_str_eq(house.error.field, "hello.rank");
+    hello = house_hello();
+    memset(name, 'n', sizeof(name));
+    hello.name = (struct kvk_view){.data = (const uint8_t *)name, .size = 256};
+    cr_expect_eq(kvk_session_begin(house.cache, &house.caller, &hello, &welcome, &house.error),
+                 KVK_INVALID);
+    hello.name = house_view("\xff");
+    cr_expect_eq(kvk_session_begin(house.cache, &house.caller, &hello, &welcome, &house.error),
+                 KVK_INVALID);
+    cr_expect_str_eq(house.error.field, "hello.name");
+    hello = house_hello();
+    hello.instance_token = house_view("short");
+    cr_expect_eq(kvk_session_begin(house.cache, &house.caller, &hello, &welcome, &house.error),
+                 KVK_INVALID);
+    cr_expect_str_eq(house.error.field, "hello.instance_token");
+    hello = house_hello();
+    hello.tenant = house_view("somebody");
+    cr_expect_eq(kvk_session_begin(house.cache, &house.caller, &hello, &welcome, &house.error),
+                 KVK_PERMISSION);
+    cr_expect_eq(session_count(&house), 0);
+
+    /* 255 bytes are a name. */
+    hello = house_hello();
+    hello.name = (struct kvk_view){.data = (const uint8_t *)name, .size = 255};
+    hello.rank = KVK_SHARD_COUNT_MAX - 1;
+    welcome = house_begin(&house, &hello);
+    cr_expect_neq(welcome.session_id, 0);
+    house_stop(&house);
+}
+
+Test(engine_session, limits)
+{
+    struct house house;
+    struct kvk_welcome welcome;
+
+    house_init(&house);
+    house.config.instances = 2;
+    house.config.sessions = 3;
+    house_start(&house, &(struct house_options){.host_bytes = 1 << 20});
+    struct kvk_hello hello = house_hello();
+    struct kvk_welcome first = house_begin(&house, &hello);
+    uint64_t second = house_session(&house);
+    cr_expect_eq(kvk_session_begin(house.cache, &house.caller, &hello, &welcome, &house.error),
+                 KVK_EXHAUSTED);
+    cr_expect_str_eq(house.error.field, "limits.instances");
+    hello.instance_token = (struct kvk_view){.data = first.instance_token, .size = KVK_TOKEN_SIZE};
+    hello.rank = 1;
+    (void)house_begin(&house, &hello);
+    hello.rank = 2;
+    cr_expect_eq(kvk_session_begin(house.cache, &house.caller, &hello, &welcome, &house.error),
+                 KVK_EXHAUSTED);
+    cr_expect_str_eq(house.error.field, "limits.sessions");
+    cr_expect_eq(house.error.limit, 3);
+
+    /* What ends makes room. */
+    kvk_session_end(house.cache, second);
+    (void)house_begin(&house, &hello);
+    cr_expect_eq(house.cache->refusal_count, 2);
+    house_stop(&house);
+}
+
+static void two_tenants(struct house *house)
+{
+    house_init(house);
+    house->config.tenants = calloc(2, sizeof(house->config.tenants[0]));
+    house->config.credentials = calloc(2, sizeof(house->config.credentials[0]));
+    house->config.tenant_count = 2;
+    house->config.credential_count = 2;
+    strcpy(house->config.tenants[0].name, "a");
+    strcpy(house->config.tenants[1].name, "b");
+    house->config.credentials[0] = (struct kvk_credential_config){
+        .name = "a", .token = "credential-of-a-0", .tenants = {0}, .tenant_count = 1};
+    house->config.credentials[1] = (struct kvk_credential_config){
+        .name = "b", .token = "credential-of-b-0", .tenants = {1}, .tenant_count = 1};
+}
+
+Test(engine_session, ranks_join_by_the_token)
+{
+    struct house house;
+    struct kvk_welcome welcome;
+
+    two_tenants(&house);
+    house_start(&house, &(struct house_options){.host_bytes = 1 << 20});
+    struct kvk_caller a = house_caller_of(&house, "credential-of-a-0");
+    struct kvk_caller b = house_caller_of(&house, "credential-of-b-0");
+    house.caller = a;
+    struct kvk_hello hello = house_hello();
+    struct kvk_welcome opener = house_begin(&house, &hello);
+
+    hello.instance_token = (struct kvk_view){.data = opener.instance_token, .size = KVK_TOKEN_SIZE};
+    cr_expect_eq(kvk_session_begin(house.cache, &a, &hello, &welcome, &house.error), KVK_EXISTS);
+    hello.rank = 1;
+    welcome = house_begin(&house, &hello);
+    cr_expect_eq(memcmp(welcome.instance_token, opener.instance_token, KVK_TOKEN_SIZE), 0);
+    cr_expect_eq(kvk_session_begin(house.cache, &a, &hello, &welcome, &house.error), KVK_EXISTS);
+    cr_expect_str_eq(house.error.field, "hello.rank");
+
+    /* Another tenant with the token is told the same as with any other token. */
+    hello.rank = 2;
+    cr_expect_eq(kvk_session_begin(house.cache, &b, &hello, &welcome, &house.error), KVK_NOT_FOUND);
+    struct kvk_error first = house.error;
+    uint8_t wrong[KVK_TOKEN_SIZE] = {1};
+    hello.instance_token.data = wrong;
+    cr_expect_eq(kvk_session_begin(house.cache, &b, &hello, &welcome, &house.error), KVK_NOT_FOUND);
+    cr_expect_eq(memcmp(&first, &house.error, sizeof(first)), 0);
+
+    /* Nobody joins an instance that has ended. */
+    kvk_session_end(house.cache, opener.session_id);
+    hello.instance_token.data = opener.instance_token;
+    cr_expect_eq(kvk_session_begin(house.cache, &a, &hello, &welcome, &house.error), KVK_NOT_FOUND);
+    house_stop(&house);
+}
+
+/* Another tenant that guessed the id of a session can do nothing with it. */
+Test(engine_session, sessions_are_of_a_tenant)
+{
+    struct house house;
+    struct kvk_session *session = NULL;
+
+    two_tenants(&house);
+    house_start(&house, &(struct house_options){.host_bytes = 1 << 20});
+    struct kvk_caller a = house_caller_of(&house, "credential-of-a-0");
+    struct kvk_caller b = house_caller_of(&house, "credential-of-b-0");
+    house.caller = a;
+    uint64_t id = house_session(&house);
+    kvk_lock(&house.cache->lock);
+    cr_expect_eq(kvk_session_find(house.cache, &a, id, &session, &house.error), KVK_OK);
+    cr_expect_eq(kvk_session_find(house.cache, &b, id, &session, &house.error), KVK_NOT_FOUND);
+    struct kvk_error first = house.error;
+    cr_expect_eq(kvk_session_find(house.cache, &a, id + 1, &session, &house.error), KVK_NOT_FOUND);
+    cr_expect_eq(memcmp(&first, &house.error, sizeof(first)), 0);
+    cr_expect_eq(house.error.cause, KVK_CAUSE_SESSION_ENDED);
+    kvk_unlock(&house.cache->lock);
+    house_stop(&house);
+}
+
+/* ---- Notices ---- */
+
+struct told {
+    _Atomic int count;
+    _Atomic int kind;
+    _Atomic uint64_t value;
+    _Atomic bool slow;
+    _Atomic bool inside;
+};
+
+static void on_notice(void *context, enum kvk_notice_kind kind, uint64_t value)
+{
+    struct told *told = context;
+
+    cr_expect_eq(kvk_locks_held(), 0);
+    told->inside = true;
+    if (told->slow) {
+        house_sleep_ms(50);
+    }
+    told->kind = (int)kind;
+    told->value = value;
+    told->count++;
+    told->inside = false;
+}
+
+Test(engine_session, others_are_told_of_a_ranks_end)
+{
+    struct house house;
+    struct told told[3] = {{.count = 0}};
+    struct kvk_welcome welcomes[3];
+
+    house_init(&house);
+    house_start(&house, &(struct house_options){.host_bytes = 1 << 20});
+    struct kvk_hello hello = house_hello();
+    for (uint32_t rank = 0; rank < 3; rank++) {
+        hello.rank = rank;
+        hello.on_notice = on_notice;
+        hello.context = &told[rank];
+        welcomes[rank] = house_begin(&house, &hello);
+        hello.instance_token =
+            (struct kvk_view){.data = welcomes[0].instance_token, .size = KVK_TOKEN_SIZE};
+    }
+    kvk_session_end(house.cache, welcomes[2].session_id);
+    cr_expect_eq(told[0].count, 1);
+    cr_expect_eq(told[0].kind, KVK_NOTICE_RANK_ENDED);
+    cr_expect_eq(told[0].value, 2);
+    cr_expect_eq(told[1].count, 1);
+    cr_expect_eq(told[2].count, 0);
+
+    kvk_sessions_drain(house.cache);
+    cr_expect_eq(told[0].kind, KVK_NOTICE_DRAINING);
+    cr_expect_eq(told[1].kind, KVK_NOTICE_DRAINING);
+    cr_expect_eq(told[2].count, 0);
+    struct kvk_welcome welcome;
+    cr_expect_eq(kvk_session_begin(house.cache, &house.caller, &hello, &welcome, &house.error),
+                 KVK_UNAVAILABLE);
+    cr_expect_eq(house.error.cause, KVK_CAUSE_DRAINING);
+
+    /* With the opener the instance ends, and the other ranks' sessions are good for nothing. */
+    kvk_session_end(house.cache, welcomes[0].session_id);
+    cr_expect_eq(told[1].kind, KVK_NOTICE_RANK_ENDED);
+    cr_expect_eq(told[1].value, 0);
+    struct kvk_session *session = NULL;
+    kvk_lock(&house.cache->lock);
+    cr_expect_eq(kvk_session_find(house.cache, &house.caller, welcomes[1].session_id, &session,
+                                  &house.error),
+                 KVK_NOT_FOUND);
+    kvk_unlock(&house.cache->lock);
+    kvk_session_end(house.cache, welcomes[1].session_id);
+    cr_expect_eq(session_count(&house), 0);
+    cr_expect_eq(house.cache->instance_count, 0);
+    house_stop(&house);
+}
+
+static void *drain_all(void *argument)
+{
+    kvk_sessions_drain(argument);
+    return NULL;
+}
+
+/* After kvk_session_end() nobody is told any more, also where a notice was just under way. */
+Test(engine_session, end_waits_for_a_notice)
+{
+    struct house house;
+    struct told told = {.slow = true};
+    pthread_t thread;
+
+    house_init(&house);
+    house_start(&house, &(struct house_options){.host_bytes = 1 << 20});
+    struct kvk_hello hello = house_hello();
+    hello.on_notice = on_notice;
+    hello.context = &told;
+    uint64_t id = house_begin(&house, &hello).session_id;
+    cr_assert_eq(pthread_create(&thread, NULL, drain_all, house.cache), 0);
+    while (!told.inside) {
+        house_sleep_ms(1);
+    }
+    kvk_session_end(house.cache, id);
+    cr_expect_not(told.inside);
+    cr_expect_eq(told.count, 1);
+    cr_assert_eq(pthread_join(thread, NULL), 0);
+    house_stop(&house);
+}
+
+/* ---- Ends without mappings ---- */
+
+/* All that an instance had is back at once, and what it had sealed stays cached. Case C4. */
+Test(engine_session, c4_a_dead_writers_blocks_come_back)
+{
+    struct house house;
+    uint32_t tokens[12];
+
+    house_init(&house);
+    house_start(&house, &(struct house_options){.host_bytes = 16 * BLOCK_BYTES});
+    uint64_t space_id = house_space(&house, "model");
+    house_tokens(tokens, 12, 1);
+    uint64_t first = house_session(&house);
+    struct kvk_sequence_reply sequence = house_open(&house, first, space_id, tokens, 12);
+    cr_expect_eq(house_bound(&house, KVK_TIER_HOST), 3 * BLOCK_BYTES);
+    cr_assert_eq(house_try_seal(&house, first, sequence.sequence_id, 12, 4), KVK_OK);
+    kvk_session_end(house.cache, first);
+    cr_expect_eq(house_bound(&house, KVK_TIER_HOST), 0);
+    cr_expect_eq(house_cached(&house, space_id, tokens, 12), 4);
+
+    /* A second writes and seals the same tokens at once; the first's late seal is refused. */
+    uint64_t second = house_session(&house);
+    struct kvk_sequence_reply again = house_open(&house, second, space_id, tokens, 12);
+    cr_expect_eq(again.cached_tokens, 4);
+    house_seal(&house, second, again.sequence_id, 12);
+    cr_expect_eq(house_try_seal(&house, first, sequence.sequence_id, 12, 12), KVK_NOT_FOUND);
+    cr_expect_eq(house.error.cause, KVK_CAUSE_SESSION_ENDED);
+    house_close(&house, second, again.sequence_id);
+    cr_expect_eq(house_cached(&house, space_id, tokens, 12), 12);
+    house_stop(&house);
+}
+
+/* A rank's end cuts the instance's sequences back to what all have sealed; it may come again. */
+Test(engine_session, a_rank_ends)
+{
+    struct house house;
+    uint32_t tokens[12];
+    struct kvk_seal_reply sealed;
+
+    house_init(&house);
+    house_start(&house, &(struct house_options){.host_bytes = 32 * BLOCK_BYTES});
+    struct kvk_geometry geometry = house_geometry();
+    geometry.tensor_shards = 2;
+    uint64_t space_id = house_space_of(&house, &house.caller, "sharded", &geometry, 1);
+    struct kvk_hello hello = house_hello();
+    struct kvk_welcome opener = house_begin(&house, &hello);
+    hello.rank = 1;
+    hello.instance_token = (struct kvk_view){.data = opener.instance_token, .size = KVK_TOKEN_SIZE};
+    struct kvk_welcome rank = house_begin(&house, &hello);
+
+    house_tokens(tokens, 12, 1);
+    struct kvk_sequence_reply sequence =
+        house_open(&house, opener.session_id, space_id, tokens, 12);
+    struct kvk_seal_request seal = {.session_id = opener.session_id,
+                                    .sequence_id = sequence.sequence_id,
+                                    .expected_length = 12,
+                                    .length = 12};
+    cr_assert_eq(kvk_sequence_seal(house.cache, &house.caller, &seal, &sealed, &house.error),
+                 KVK_OK);
+    cr_expect_eq(sealed.sealed_tokens, 0);
+    seal.session_id = rank.session_id;
+    seal.length = 5;
+    cr_assert_eq(kvk_sequence_seal(house.cache, &house.caller, &seal, &sealed, &house.error),
+                 KVK_OK);
+    cr_expect_eq(sealed.sealed_tokens, 5);
+    cr_expect_eq(house_cached(&house, space_id, tokens, 12), 4);
+
+    kvk_session_end(house.cache, rank.session_id);
+    struct kvk_sequence_reply reply;
+    struct kvk_tables tables = {.part_count = 0};
+    cr_assert_eq(kvk_sequence_get(house.cache, &house.caller, opener.session_id,
+                                  sequence.sequence_id, &reply, &tables, &house.error),
+                 KVK_OK, "%s", house.error.text);
+    kvk_tables_finish(&tables);
+    cr_expect_eq(reply.length, 5);
+    cr_expect_eq(reply.sealed_tokens, 5);
+    cr_expect_eq(house_bound(&house, KVK_TIER_HOST), 2 * BLOCK_BYTES);
+    cr_expect_eq(house_cached(&house, space_id, tokens, 12), 4);
+    (void)house_begin(&house, &hello);
+    house_stop(&house);
+}
+
+/* ---- The side socket ---- */
+
+Test(engine_session, side_tokens_work_once)
+{
+    struct side_house side;
+    struct worker worker = worker_start();
+    struct worker other = worker_start();
+
+    side_start(&side, 0, 1 << 20, 16);
+    const struct kvk_hello hello = worker_hello(&worker);
+    struct kvk_welcome welcome = house_begin(&side.house, &hello);
+    struct kvk_map_reply reply;
+    cr_expect_eq(try_map(&side, welcome.session_id, KVK_TIER_HOST, false, &reply),
+                 KVK_PRECONDITION);
+    cr_expect_eq(side.house.error.cause, KVK_CAUSE_NOT_MAPPED);
+
+    /* Another process, though of the same user, does not get in with it. */
+    cr_expect_eq(worker_send_token(&other, 'b', side.path, welcome.side_token), 1);
+    uint8_t wrong[KVK_TOKEN_SIZE] = {0};
+    cr_expect_eq(worker_send_token(&worker, 'b', side.path, wrong), 1);
+    cr_expect_eq(worker_say(&worker, 'e', 0, 0), 0);
+    cr_expect_eq(worker_send_token(&worker, 'b', side.path, welcome.side_token), 0);
+    cr_expect_eq(worker_send_token(&worker, 'b', side.path, welcome.side_token), 1);
+
+    cr_assert_eq(try_map(&side, welcome.session_id, KVK_TIER_HOST, false, &reply), KVK_OK);
+    worker_kill(&other);
+    worker_kill(&worker);
+    kvk_session_end(side.house.cache, welcome.session_id);
+    wait_sessions(&side.house, 0);
+    side_stop(&side);
+}
+
+Test(engine_session, map_tokens_work_once)
+{
+    struct side_house side;
+    struct worker worker = worker_start();
+    struct worker other = worker_start();
+
+    side_start(&side, 0, 1 << 20, 16);
+    struct kvk_welcome welcome = worker_join(&side, &worker);
+    (void)worker_join(&side, &other);
+    struct kvk_map_reply reply;
+    cr_assert_eq(try_map(&side, welcome.session_id, KVK_TIER_HOST, false, &reply), KVK_OK);
+    cr_expect_eq(worker_send_token(&other, 't', side.path, reply.map_token), 1);
+    cr_expect_eq(worker_send_token(&worker, 't', side.path, reply.map_token), 0);
+    cr_expect_eq(worker_send_token(&worker, 't', side.path, reply.map_token), 1);
+
+    /* Sixteen wrong ones and the connection is closed. */
+    for (int i = 1; i < 15; i++) {
+        cr_expect_eq(worker_send_token(&worker, 't', side.path, reply.map_token), 1);
+    }
+    cr_expect_eq(worker_send_token(&worker, 't', side.path, reply.map_token), 1);
+    cr_expect_eq(worker_send_token(&worker, 't', side.path, reply.map_token), -1);
+    worker_kill(&worker);
+    worker_kill(&other);
+    side_stop(&side);
+}
+
+/* Tokens that are not used in 60 s are good for nothing, and their mappings go. */
+Test(engine_session, tokens_expire)
+{
+    struct house house;
+    uint64_t session_id = 0;
+    int pidfd = -1;
+    int fds[2];
+
+    house_init(&house);
+    house_start(&house, &(struct house_options){.host_bytes = 1 << 20, .manual_clock = true});
+    uint64_t space_id = house_space(&house, "model");
+    const struct kvk_hello hello = house_hello();
+    struct kvk_welcome late = house_begin(&house, &hello);
+    uint64_t now = kvk_clock_now(&house.manual.clock);
+    kvk_clock_manual_set(&house.manual, now + 60 * KVK_NS_PER_SECOND);
+    cr_expect_eq(kvk_side_bind(house.cache, late.side_token, (int32_t)getpid(), (uint32_t)geteuid(),
+                               &session_id, &pidfd),
+                 KVK_NOT_FOUND);
+
+    struct kvk_welcome welcome = house_begin(&house, &hello);
+    kvk_clock_manual_set(&house.manual, now + 119 * KVK_NS_PER_SECOND);
+    cr_expect_eq(kvk_side_bind(house.cache, welcome.side_token, (int32_t)getpid() + 1,
+                               (uint32_t)geteuid(), &session_id, &pidfd),
+                 KVK_PERMISSION);
+    cr_expect_eq(kvk_side_bind(house.cache, welcome.side_token, (int32_t)getpid(),
+                               (uint32_t)geteuid() + 1, &session_id, &pidfd),
+                 KVK_PERMISSION);
+    cr_assert_eq(kvk_side_bind(house.cache, welcome.side_token, (int32_t)getpid(),
+                               (uint32_t)geteuid(), &session_id, &pidfd),
+                 KVK_OK);
+    cr_expect_eq(session_id, welcome.session_id);
+    cr_expect(pidfd >= 0);
+    (void)close(pidfd);
+
+    struct kvk_map_reply reply;
+    const struct kvk_map_request request = {.session_id = session_id,
+                                            .kind = KVK_MAP_SLOTS,
+                                            .space_id = space_id,
+                                            .tier = KVK_TIER_HOST};
+    cr_assert_eq(kvk_session_map(house.cache, &house.caller, &request, &reply, &house.error),
+                 KVK_OK, "%s", house.error.text);
+    cr_expect_eq(reply.slot_stride, BLOCK_BYTES);
+    cr_expect_geq(reply.slot_count, 1024);
+    kvk_clock_manual_set(&house.manual, now + 179 * KVK_NS_PER_SECOND);
+    cr_expect_eq(kvk_side_take(house.cache, session_id, reply.map_token, fds), KVK_NOT_FOUND);
+    kvk_cache_maintain(house.cache);
+    kvk_lock(&house.cache->lock);
+    struct kvk_session *session = NULL;
+    cr_assert_eq(kvk_session_find(house.cache, &house.caller, session_id, &session, &house.error),
+                 KVK_OK);
+    cr_expect_null(session->mappings);
+    kvk_unlock(&house.cache->lock);
+    kvk_side_closed(house.cache, session_id);
+    house_stop(&house);
+}
+
+Test(engine_session, maps_are_checked)
+{
+    struct side_house side;
+    struct worker worker = worker_start();
+    struct kvk_map_reply reply;
+
+    side_start(&side, 0, 1 << 20, 16);
+    struct kvk_welcome welcome = worker_join(&side, &worker);
+    struct kvk_map_request good = {.session_id = welcome.session_id,
+                                   .kind = KVK_MAP_SLOTS,
+                                   .space_id = side.space_id,
+                                   .tier = KVK_TIER_HOST};
+    const struct {
+        struct kvk_map_request request;
+        enum kvk_status status;
+        const char *field;
+    } wrong[] = {
+        {{.kind = (enum kvk_map_kind)7}, KVK_INVALID, "kind"},
+        {{.kind = KVK_MAP_SLOTS, .space_id = 1}, KVK_NOT_FOUND, "space_id"},
+        {{.kind = KVK_MAP_SLOTS, .space_id = good.space_id, .group = 1}, KVK_INVALID, "group"},
+        {{.kind = KVK_MAP_SLOTS, .space_id = good.space_id, .rank = 1}, KVK_INVALID, "rank"},
+        {{.kind = KVK_MAP_SLOTS, .space_id = good.space_id, .tier = (enum kvk_tier)2},
+         KVK_INVALID,
+         "tier"},
+        {{.kind = KVK_MAP_SLOTS, .space_id = good.space_id, .tier = KVK_TIER_DEVICE},
+         KVK_PRECONDITION,
+         "tier"},
+        {{.kind = KVK_MAP_SCRATCH, .size_bytes = 0}, KVK_INVALID, "size_bytes"},
+        {{.kind = KVK_MAP_SCRATCH, .size_bytes = UINT64_MAX}, KVK_INVALID, "size_bytes"},
+    };
+    for (size_t i = 0; i < sizeof(wrong) / sizeof(wrong[0]); i++) {
+        struct kvk_map_request request = wrong[i].request;
+        request.session_id = welcome.session_id;
+        cr_expect_eq(kvk_session_map(side.house.cache, &side.house.caller, &request, &reply,
+                                     &side.house.error),
+                     wrong[i].status, "case %zu", i);
+        cr_expect_str_eq(side.house.error.field, wrong[i].field);
+    }
+    good.session_id++;
+    cr_expect_eq(
+        kvk_session_map(side.house.cache, &side.house.caller, &good, &reply, &side.house.error),
+        KVK_NOT_FOUND);
+
+    /* Mappings of one session are bounded. */
+    good.session_id = welcome.session_id;
+    enum kvk_status status = KVK_OK;
+    uint32_t count = 0;
+    while (status == KVK_OK && count < 2000) {
+        status =
+            kvk_session_map(side.house.cache, &side.house.caller, &good, &reply, &side.house.error);
+        count++;
+    }
+    cr_expect_eq(status, KVK_EXHAUSTED);
+    cr_expect_eq(count, 1025);
+    worker_kill(&worker);
+    kvk_session_end(side.house.cache, welcome.session_id);
+    wait_sessions(&side.house, 0);
+    side_stop(&side);
+}
+
+/* A file that a process may only read cannot be written by any way that its descriptor offers, and
+ * none can be cut short or grown. */
+Test(engine_session, read_only_is_read_only)
+{
+    struct side_house side;
+    struct worker worker = worker_start();
+
+    side_start(&side, 0, 1 << 20, 16);
+    struct kvk_welcome welcome = worker_join(&side, &worker);
+    struct kvk_map_reply reply =
+        worker_map_slots(&side, &worker, welcome.session_id, KVK_TIER_HOST, true);
+    cr_expect_eq(worker_say(&worker, 'p', 0, 0), -EACCES);
+    cr_expect_eq(worker_say(&worker, 'm', reply.size_bytes, PROT_READ | PROT_WRITE), -EACCES);
+    cr_expect_eq(worker_say(&worker, 'o', 0, 0), -EBADF);
+    cr_expect_neq(worker_say(&worker, 'f', 0, 0), 0);
+    /* Generations are never writable. */
+    cr_expect_eq(worker_say(&worker, 'g', 4096, PROT_READ | PROT_WRITE), -EACCES);
+    cr_expect_eq(worker_say(&worker, 'g', 4096, PROT_READ), 0);
+    cr_expect_eq(worker_say(&worker, 'p', 0, 0), -EACCES);
+    cr_expect_eq(worker_say(&worker, 'o', 1, 0), -EBADF);
+
+    /* Nor does a writable one give the size away. */
+    reply = worker_map_slots(&side, &worker, welcome.session_id, KVK_TIER_HOST, false);
+    cr_expect_eq(worker_say(&worker, 'f', 0, 0), -EPERM);
+    cr_expect_eq(worker_say(&worker, 'f', 0, reply.size_bytes * 2), -EPERM);
+    worker_kill(&worker);
+    side_stop(&side);
+}
+
+/* What a worker writes through its mapping is what others read. */
+Test(engine_session, mapped_bytes_are_the_blocks)
+{
+    struct side_house side;
+    struct worker worker = worker_start();
+    uint32_t tokens[8];
+    struct kvk_tables tables = {.part_count = 0};
+    struct kvk_sequence_reply reply;
+
+    side_start(&side, 0, 1 << 20, 16);
+    struct kvk_welcome welcome = worker_join(&side, &worker);
+    struct kvk_map_reply map =
+        worker_map_slots(&side, &worker, welcome.session_id, KVK_TIER_HOST, false);
+    house_tokens(tokens, 8, 1);
+    struct kvk_sequence_reply sequence =
+        house_open(&side.house, welcome.session_id, side.space_id, tokens, 8);
+    cr_assert_eq(kvk_sequence_get(side.house.cache, &side.house.caller, welcome.session_id,
+                                  sequence.sequence_id, &reply, &tables, &side.house.error),
+                 KVK_OK);
+    cr_assert_eq(tables.part_count, 1);
+    uint64_t at = tables.parts[0].slots[1] * map.slot_stride;
+    cr_expect_eq(worker_say(&worker, 'w', at + 7, 99), 0);
+    house_seal(&side.house, welcome.session_id, sequence.sequence_id, 8);
+    const struct kvk_read_request request = {
+        .session_id = welcome.session_id, .sequence_id = sequence.sequence_id, .block = 1};
+    const uint8_t *data = NULL;
+    uint64_t size_bytes = 0;
+    struct kvk_read_handle handle;
+    cr_assert_eq(kvk_read_begin(side.house.cache, &side.house.caller, &request, &data, &size_bytes,
+                                &handle, &side.house.error),
+                 KVK_OK, "%s", side.house.error.text);
+    cr_expect_eq(data[7], 99);
+    kvk_read_end(side.house.cache, &handle);
+    kvk_tables_finish(&tables);
+    worker_kill(&worker);
+    kvk_session_end(side.house.cache, welcome.session_id);
+    side_stop(&side);
+}
+
+/* ---- Quarantine ---- */
+
+/* A worker that mapped its slots and has granted, unsealed blocks. */
+struct writer {
+    struct worker worker;
+    struct kvk_welcome welcome;
+    struct kvk_map_reply map;
+    struct kvk_sequence_reply sequence;
+    uint32_t slot; /* of its second block, unsealed */
+};
+
+static void writer_start(struct side_house *side, struct writer *writer, enum kvk_tier tier)
+{
+    uint32_t tokens[12];
+    struct kvk_tables tables = {.part_count = 0};
+    struct kvk_sequence_reply reply;
+
+    writer->worker = worker_start();
+    writer->welcome = worker_join(side, &writer->worker);
+    writer->map = worker_map_slots(side, &writer->worker, writer->welcome.session_id, tier, false);
+    house_tokens(tokens, 12, 1);
+    writer->sequence =
+        house_open(&side->house, writer->welcome.session_id, side->space_id, tokens, 12);
+    /* One of three blocks is sealed. */
+    cr_assert_eq(house_try_seal(&side->house, writer->welcome.session_id,
+                                writer->sequence.sequence_id, 12, 4),
+                 KVK_OK);
+    cr_assert_eq(kvk_sequence_get(side->house.cache, &side->house.caller,
+                                  writer->welcome.session_id, writer->sequence.sequence_id, &reply,
+                                  &tables, &side->house.error),
+                 KVK_OK);
+    writer->slot = tables.parts[0].slots[1];
+    kvk_tables_finish(&tables);
+}
+
+/* A worker whose connection was cut but which lives on writes into nobody's slots. */
+Test(engine_session, a_lost_connection_is_not_a_dead_writer)
+{
+    struct side_house side;
+    struct writer writer;
+    uint32_t tokens[16 * 4];
+    struct kvk_sequence_reply reply;
+
+    side_start(&side, 0, 16 * BLOCK_BYTES, 16);
+    writer_start(&side, &writer, KVK_TIER_HOST);
+    kvk_session_end(side.house.cache, writer.welcome.session_id);
+    /* What is sealed may be evicted; what is not waits. */
+    cr_expect_eq(house_bound(&side.house, KVK_TIER_HOST), 2 * BLOCK_BYTES);
+    cr_expect_eq(house_quarantine(&side.house, KVK_TIER_HOST), 2 * BLOCK_BYTES);
+    kvk_cache_check(side.house.cache);
+
+    uint64_t other = house_session(&side.house);
+    house_tokens(tokens, 64, 1000);
+    cr_expect_eq(house_try_open(&side.house, other, side.space_id, tokens, 64, &reply),
+                 KVK_EXHAUSTED);
+    cr_expect_eq(side.house.error.cause, KVK_CAUSE_QUARANTINE, "%s", side.house.error.text);
+    struct kvk_sequence_reply filled = house_open(&side.house, other, side.space_id, tokens, 56);
+    kvk_lock(&side.house.cache->lock);
+    const struct kvk_space *space = side.house.cache->spaces;
+    uint8_t *memory = space->groups[0]->tiers[KVK_TIER_HOST].regions[0].address;
+    kvk_unlock(&side.house.cache->lock);
+    memset(memory + (size_t)writer.slot * BLOCK_BYTES, 0, BLOCK_BYTES);
+
+    /* It writes all over its slot, late. */
+    for (uint64_t i = 0; i < 64; i++) {
+        cr_expect_eq(
+            worker_say(&writer.worker, 'w', writer.slot * writer.map.slot_stride + i, 0xee), 0);
+    }
+    cr_expect_eq(memory[(size_t)writer.slot * BLOCK_BYTES], 0xee);
+    struct kvk_tables tables = {.part_count = 0};
+    cr_assert_eq(kvk_sequence_get(side.house.cache, &side.house.caller, other, filled.sequence_id,
+                                  &reply, &tables, &side.house.error),
+                 KVK_OK);
+    for (uint32_t i = 0; i < tables.parts[0].count; i++) {
+        cr_expect_neq(tables.parts[0].slots[i], writer.slot);
+    }
+    kvk_tables_finish(&tables);
+    house_close(&side.house, other, filled.sequence_id);
+
+    worker_kill(&writer.worker);
+    wait_bound(&side.house, KVK_TIER_HOST, 0);
+    cr_expect_eq(house_quarantine(&side.house, KVK_TIER_HOST), 0);
+    wait_sessions(&side.house, 1);
+    filled = house_open(&side.house, other, side.space_id, tokens, 64);
+    house_close(&side.house, other, filled.sequence_id);
+    side_stop(&side);
+}
+
+/* Killed in the middle of anything: all it held is free within a second, whoever is seen first,
+ * the process or the stream. */
+Test(engine_session, a_killed_writer_waits_for_nothing)
+{
+    struct side_house side;
+    struct writer writer;
+
+    side_start(&side, 0, 16 * BLOCK_BYTES, 16);
+    for (int round = 0; round < 20; round++) {
+        writer_start(&side, &writer, KVK_TIER_HOST);
+        cr_expect_eq(house_bound(&side.house, KVK_TIER_HOST), 3 * BLOCK_BYTES);
+        if (round % 2 == 0) {
+            worker_kill(&writer.worker);
+            kvk_session_end(side.house.cache, writer.welcome.session_id);
+        } else {
+            cr_assert_eq(kill(writer.worker.pid, SIGSTOP), 0);
+            kvk_session_end(side.house.cache, writer.welcome.session_id);
+            worker_kill(&writer.worker);
+        }
+        wait_bound(&side.house, KVK_TIER_HOST, 0);
+        wait_sessions(&side.house, 0);
+        cr_expect_eq(side.house.cache->instance_count, 0);
+    }
+    side_stop(&side);
+}
+
+/* It hangs up its side socket and lives on; and: it dies, but a child has inherited all. */
+Test(engine_session, both_must_be_at_their_end)
+{
+    struct side_house side;
+    struct writer writer;
+
+    side_start(&side, 0, 16 * BLOCK_BYTES, 16);
+    writer_start(&side, &writer, KVK_TIER_HOST);
+    cr_expect_eq(worker_say(&writer.worker, 'c', 0, 0), 0);
+    kvk_session_end(side.house.cache, writer.welcome.session_id);
+    house_sleep_ms(50);
+    kvk_cache_maintain(side.house.cache);
+    cr_expect_eq(house_quarantine(&side.house, KVK_TIER_HOST), 2 * BLOCK_BYTES);
+    worker_kill(&writer.worker);
+    wait_bound(&side.house, KVK_TIER_HOST, 0);
+
+    writer_start(&side, &writer, KVK_TIER_HOST);
+    pid_t heir = (pid_t)worker_say(&writer.worker, 'y', 0, 0);
+    cr_assert(heir > 0);
+    kvk_session_end(side.house.cache, writer.welcome.session_id);
+    worker_kill(&writer.worker);
+    house_sleep_ms(50);
+    kvk_cache_maintain(side.house.cache);
+    cr_expect_eq(house_quarantine(&side.house, KVK_TIER_HOST), 2 * BLOCK_BYTES);
+    cr_assert_eq(kill(heir, SIGKILL), 0);
+    wait_bound(&side.house, KVK_TIER_HOST, 0);
+    wait_sessions(&side.house, 0);
+    side_stop(&side);
+}
+
+/* Only what it can write waits: nothing where it mapped another tier, or read-only. */
+Test(engine_session, readers_do_not_hold_up_blocks)
+{
+    struct side_house side;
+    uint32_t tokens[12];
+
+    side_start(&side, 16 * BLOCK_BYTES, 16 * BLOCK_BYTES, 16);
+    house_tokens(tokens, 12, 1);
+    for (int round = 0; round < 2; round++) {
+        struct worker worker = worker_start();
+        struct kvk_welcome welcome = worker_join(&side, &worker);
+        (void)worker_map_slots(&side, &worker, welcome.session_id,
+                               round == 0 ? KVK_TIER_DEVICE : KVK_TIER_HOST, round == 0);
+        (void)house_open(&side.house, welcome.session_id, side.space_id, tokens, 12);
+        cr_expect_eq(house_bound(&side.house, KVK_TIER_DEVICE), 3 * BLOCK_BYTES);
+        kvk_session_end(side.house.cache, welcome.session_id);
+        cr_expect_eq(house_bound(&side.house, KVK_TIER_DEVICE), 0);
+        worker_kill(&worker);
+        wait_sessions(&side.house, 0);
+    }
+    side_stop(&side);
+}
+
+/* A process without a side connection any more is looked at by maintenance. */
+Test(engine_session, maintenance_looks_at_processes)
+{
+    struct house house;
+    uint64_t session_id = 0;
+    int pidfd = -1;
+    int fds[2];
+    uint32_t tokens[12];
+    struct worker worker = worker_start();
+
+    house_init(&house);
+    house_start(&house, &(struct house_options){.host_bytes = 16 * BLOCK_BYTES});
+    uint64_t space_id = house_space(&house, "model");
+    const struct kvk_hello hello = worker_hello(&worker);
+    struct kvk_welcome welcome = house_begin(&house, &hello);
+    cr_assert_eq(kvk_side_bind(house.cache, welcome.side_token, (int32_t)worker.pid,
+                               (uint32_t)geteuid(), &session_id, &pidfd),
+                 KVK_OK);
+    (void)close(pidfd);
+    struct kvk_map_reply reply;
+    const struct kvk_map_request request = {.session_id = session_id,
+                                            .kind = KVK_MAP_SLOTS,
+                                            .space_id = space_id,
+                                            .tier = KVK_TIER_HOST};
+    cr_assert_eq(kvk_session_map(house.cache, &house.caller, &request, &reply, &house.error),
+                 KVK_OK);
+    cr_assert_eq(kvk_side_take(house.cache, session_id, reply.map_token, fds), KVK_OK);
+    (void)close(fds[0]);
+    (void)close(fds[1]);
+    house_tokens(tokens, 12, 1);
+    (void)house_open(&house, session_id, space_id, tokens, 12);
+    kvk_side_closed(house.cache, session_id);
+    kvk_session_end(house.cache, session_id);
+    kvk_cache_maintain(house.cache);
+    cr_expect_eq(house_bound(&house, KVK_TIER_HOST), 3 * BLOCK_BYTES);
+    worker_kill(&worker);
+    cr_expect_eq(house_bound(&house, KVK_TIER_HOST), 3 * BLOCK_BYTES);
+    kvk_cache_maintain(house.cache);
+    cr_expect_eq(house_bound(&house, KVK_TIER_HOST), 0);
+    cr_expect_eq(session_count(&house), 0);
+    house_stop(&house);
+}
+
+/* The daemon ends while processes live: nothing is left behind, and they see zeros. */
+Test(engine_session, the_daemon_ends_first)
+{
+    struct side_house side;
+    struct writer writer;
+
+    side_start(&side, 0, 16 * BLOCK_BYTES, 16);
+    writer_start(&side, &writer, KVK_TIER_HOST);
+    uint64_t at = writer.slot * writer.map.slot_stride;
+    cr_expect_eq(worker_say(&writer.worker, 'w', at, 5), 0);
+    cr_expect_eq(worker_say(&writer.worker, 'r', at, 0), 5);
+    kvk_session_end(side.house.cache, writer.welcome.session_id);
+    cr_expect_eq(house_quarantine(&side.house, KVK_TIER_HOST), 2 * BLOCK_BYTES);
+    side_stop(&side);
+    cr_expect_eq(worker_say(&writer.worker, 'r', at, 0), 0);
+    worker_kill(&writer.worker);
+}
+
+/* A ticket outlives its lease and its session, until the process is gone. */
+Test(engine_session, transfers_outlive_the_session)
+{
+    struct side_house side;
+    struct worker worker = worker_start();
+    uint32_t tokens[8];
+    struct kvk_tables tables = {.part_count = 0};
+
+    side_start(&side, 0, 16 * BLOCK_BYTES, 16);
+    struct kvk_welcome welcome = worker_join(&side, &worker);
+    (void)worker_map_slots(&side, &worker, welcome.session_id, KVK_TIER_HOST, true);
+    house_tokens(tokens, 8, 1);
+    struct kvk_sequence_reply sequence =
+        house_open(&side.house, welcome.session_id, side.space_id, tokens, 8);
+    house_seal(&side.house, welcome.session_id, sequence.sequence_id, 8);
+    house_close(&side.house, welcome.session_id, sequence.sequence_id);
+    const struct kvk_pin_request pin = {.session_id = welcome.session_id,
+                                        .space_id = side.space_id,
+                                        .prompt = {.tokens = tokens, .token_count = 8},
+                                        .ttl_ms = 1000,
+                                        .copy_pin = true};
+    struct kvk_pin_reply lease;
+    cr_assert_eq(kvk_lease_pin(side.house.cache, &side.house.caller, &pin, &lease, &tables,
+                               &side.house.error),
+                 KVK_OK, "%s", side.house.error.text);
+    const struct kvk_transfer_request transfer = {
+        .session_id = welcome.session_id, .lease_id = lease.lease_id, .block_count = 2};
+    uint64_t ticket = 0;
+    cr_assert_eq(kvk_transfer_begin(side.house.cache, &side.house.caller, &transfer, &ticket,
+                                    &tables, &side.house.error),
+                 KVK_OK, "%s", side.house.error.text);
+    kvk_tables_finish(&tables);
+    kvk_session_end(side.house.cache, welcome.session_id);
+    cr_expect_eq(house_bound(&side.house, KVK_TIER_HOST), 2 * BLOCK_BYTES);
+    worker_kill(&worker);
+    wait_bound(&side.house, KVK_TIER_HOST, 0);
+    cr_expect_eq(house_cached(&side.house, side.space_id, tokens, 8), 8);
+    wait_sessions(&side.house, 0);
+    side_stop(&side);
+}
+
+/* ---- Scratch ---- */
+
+Test(engine_session, scratch_memory)
+{
+    struct side_house side;
+    struct worker worker = worker_start();
+    uint64_t handle = 0;
+    uint64_t other_handle = 0;
+
+    side_start(&side, 0, 1 << 20, 16);
+    side.house.config.scratch_bytes = 16384;
+    struct kvk_welcome welcome = worker_join(&side, &worker);
+    struct kvk_map_request request = {
+        .session_id = welcome.session_id, .kind = KVK_MAP_SCRATCH, .size_bytes = 8192};
+    struct kvk_map_reply reply;
+    struct kvk_caller impatient = side.house.caller;
+    impatient.may_block = false;
+    cr_expect_eq(kvk_session_map(side.house.cache, &impatient, &request, &reply, &side.house.error),
+                 KVK_WOULD_BLOCK);
+    cr_assert_eq(
+        kvk_session_map(side.house.cache, &side.house.caller, &request, &reply, &side.house.error),
+        KVK_OK, "%s", side.house.error.text);
+    cr_expect_eq(reply.size_bytes, 8192);
+    cr_assert_eq(worker_send_token(&worker, 't', side.path, reply.map_token), 0);
+    cr_assert_eq(worker_say(&worker, 'm', 8192, PROT_READ | PROT_WRITE), 0);
+    cr_expect_eq(worker_say(&worker, 'w', 100, 42), 0);
+
+    struct kvk_cache *cache = side.house.cache;
+    uint64_t id = welcome.session_id;
+    uint8_t *address = kvk_scratch_address(cache, id, reply.map_id, 100, 8092, &handle);
+    cr_assert_not_null(address);
+    cr_expect_eq(address[0], 42);
+    cr_expect_null(kvk_scratch_address(cache, id, reply.map_id, 100, 8093, &other_handle));
+    cr_expect_null(kvk_scratch_address(cache, id, reply.map_id, 8193, 0, &other_handle));
+    cr_expect_null(kvk_scratch_address(cache, id, reply.map_id, UINT64_MAX, 2, &other_handle));
+    cr_expect_null(kvk_scratch_address(cache, id, reply.map_id, 2, UINT64_MAX, &other_handle));
+    cr_expect_null(kvk_scratch_address(cache, id, reply.map_id + 1, 0, 1, &other_handle));
+    cr_expect_null(kvk_scratch_address(cache, id + 1, reply.map_id, 0, 1, &other_handle));
+
+    /* All scratch of a session together is bounded. */
+    request.size_bytes = 8193;
+    cr_expect_eq(kvk_session_map(cache, &side.house.caller, &request, &reply, &side.house.error),
+                 KVK_EXHAUSTED);
+    request.size_bytes = 16385;
+    cr_expect_eq(kvk_session_map(cache, &side.house.caller, &request, &reply, &side.house.error),
+                 KVK_INVALID);
+
+    /* In use, it outlives its session. */
+    kvk_session_end(cache, id);
+    address[0] = 43;
+    cr_expect_eq(address[0], 43);
+    cr_expect_eq(worker_say(&worker, 'r', 100, 0), 43);
+    kvk_scratch_release(cache, handle);
+    cr_expect_eq(worker_say(&worker, 'r', 100, 0), 0);
+    worker_kill(&worker);
+    side_stop(&side);
+}
+
+/* ---- Hostile peers ---- */
+
+Test(engine_session, hostile_bytes_close_the_connection)
+{
+    struct side_house side;
+    struct worker worker = worker_start();
+    struct worker_command connect_command = {.code = 'k'};
+
+    side_start(&side, 0, 1 << 20, 4);
+    strcpy(connect_command.path, side.path);
+
+    /* Noise of every size, a half message, nothing at all: closed within the second. */
+    for (uint64_t size = 0; size <= 64; size = size == 0 ? 1 : size * 4) {
+        cr_assert_eq(worker_do(&worker, &connect_command), 0);
+        cr_expect_eq(worker_say(&worker, 's', 0, size), (int64_t)size);
+        int64_t answer = worker_say(&worker, 'e', 0, 0);
+        cr_expect(answer <= 1);
+        if (answer == 1) {
+            answer = worker_say(&worker, 'e', 0, 0);
+        }
+        cr_expect(answer <= 0, "%d", (int)answer);
+        cr_expect_eq(worker_say(&worker, 'c', 0, 0), 0);
+    }
+
+    /* Silent connections fill all places; a second later an honest one gets in. */
+    for (int i = 0; i < 8; i++) {
+        cr_assert_eq(worker_do(&worker, &connect_command), 0);
+    }
+    house_sleep_ms(1300);
+    struct kvk_welcome welcome = worker_join(&side, &worker);
+    cr_expect_neq(welcome.session_id, 0);
+    worker_kill(&worker);
+    kvk_session_end(side.house.cache, welcome.session_id);
+    wait_sessions(&side.house, 0);
+    side_stop(&side);
+}
+
+Test(engine_session, a_file_in_the_way_stays)
+{
+    struct house house;
+    struct kvk_side_socket *side = NULL;
+    char path[108];
+
+    house_init(&house);
+    house_start(&house, &(struct house_options){.host_bytes = 1 << 20});
+    (void)snprintf(path, sizeof(path), "/tmp/kvkeep-test-%d.file", (int)getpid());
+    FILE *file = fopen(path, "w");
+    cr_assert_not_null(file);
+    (void)fclose(file);
+    cr_expect_eq(kvk_side_socket_create(house.cache, path, 0600, 4, &side, &house.error),
+                 KVK_UNAVAILABLE);
+    cr_expect_eq(access(path, F_OK), 0);
+    (void)unlink(path);
+    cr_expect_eq(
+        kvk_side_socket_create(house.cache, "/nonexistent/side", 0600, 4, &side, &house.error),
+        KVK_UNAVAILABLE);
+    cr_expect_null(side);
+    house_stop(&house);
+}
+
+/* ---- Again and again ---- */
+
+static uint32_t open_descriptors(void)
+{
+    uint32_t count = 0;
+    DIR *folder = opendir("/proc/self/fd");
+    cr_assert_not_null(folder);
+    while (readdir(folder) != NULL) {
+        count++;
+    }
+    (void)closedir(folder);
+    return count;
+}
+
+/* Workers that connect, map, write half and are killed leave no descriptor, session, instance or
+ * byte behind. */
+Test(engine_session, many_crashes_leave_nothing, .timeout = 240)
+{
+    struct side_house side;
+    struct writer writer;
+
+    side_start(&side, 0, 64 * BLOCK_BYTES, 16);
+    writer_start(&side, &writer, KVK_TIER_HOST);
+    worker_kill(&writer.worker);
+    kvk_session_end(side.house.cache, writer.welcome.session_id);
+    wait_sessions(&side.house, 0);
+    uint32_t before = open_descriptors();
+    for (int round = 0; round < 300; round++) {
+        writer_start(&side, &writer, KVK_TIER_HOST);
+        worker_kill(&writer.worker);
+        kvk_session_end(side.house.cache, writer.welcome.session_id);
+        if (round % 10 == 9) {
+            wait_sessions(&side.house, 0);
+        }
+    }
+    wait_sessions(&side.house, 0);
+    wait_bound(&side.house, KVK_TIER_HOST, 0);
+    house_sleep_ms(20);
+    cr_expect_eq(open_descriptors(), before);
+    cr_expect_eq(side.house.cache->instance_count, 0);
+    cr_expect_eq(side.house.cache->stats.instances_ended, 301);
+    side_stop(&side);
+}
+
+/* ---- Case C3: the client dies while a restore is under way ---- */
+
+struct restore {
+    struct house *house;
+    uint64_t session_id;
+    uint64_t sequence_id;
+    enum kvk_status status;
+};
+
+static void *run_restore(void *argument)
+{
+    struct restore *restore = argument;
+    struct kvk_swap_reply reply;
+    struct kvk_tables tables = {.part_count = 0};
+    struct kvk_error error;
+
+    restore->status =
+        kvk_sequence_swap_in(restore->house->cache, &restore->house->caller, restore->session_id,
+                             restore->sequence_id, &reply, &tables, &error);
+    kvk_tables_finish(&tables);
+    return NULL;
+}
+
+Test(engine_session, c3_an_end_during_a_restore, .timeout = 240)
+{
+    struct house house;
+    uint32_t tokens[16];
+    uint32_t caught = 0;
+
+    house_init(&house);
+    house_start(&house, &(struct house_options){.device_bytes = 16 * BLOCK_BYTES,
+                                                .host_bytes = 64 * BLOCK_BYTES,
+                                                .threads = true});
+    uint64_t space_id = house_space(&house, "model");
+    const struct kvk_test_control slow = {.set_copy_delay = true, .copy_delay_us = 300};
+    cr_assert_eq(kvk_cache_test_control(house.cache, &slow, &house.error), KVK_OK);
+    for (uint32_t round = 0; round < 200; round++) {
+        struct restore restore = {.house = &house};
+        struct kvk_swap_reply reply;
+        struct kvk_tables tables = {.part_count = 0};
+        pthread_t thread;
+
+        restore.session_id = house_session(&house);
+        house_tokens(tokens, 16, 100 * round);
+        restore.sequence_id =
+            house_open(&house, restore.session_id, space_id, tokens, 16).sequence_id;
+        house_seal(&house, restore.session_id, restore.sequence_id, 16);
+        cr_assert_eq(kvk_sequence_swap_out(house.cache, &house.caller, restore.session_id,
+                                           restore.sequence_id, &reply, &tables, &house.error),
+                     KVK_OK, "%s", house.error.text);
+        kvk_tables_finish(&tables);
+        cr_assert_eq(pthread_create(&thread, NULL, run_restore, &restore), 0);
+        if (round % 4 != 0) {
+            const struct timespec pause = {.tv_nsec = round % 4 * 200000};
+            (void)nanosleep(&pause, NULL);
+        }
+        kvk_session_end(house.cache, restore.session_id);
+        cr_assert_eq(pthread_join(thread, NULL), 0);
+        caught += restore.status != KVK_OK;
+        cr_expect_eq(house_bound(&house, KVK_TIER_DEVICE), 0);
+    }
+    cr_expect_gt(caught, 0, "no restore was under way");
+    kvk_cache_maintain(house.cache);
+    cr_expect_eq(house.cache->instance_count, 0);
+    cr_expect_eq(house_bound(&house, KVK_TIER_HOST), 0);
+    house_stop(&house);
+}
