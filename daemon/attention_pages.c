@@ -129,6 +129,11 @@ static void span_init(const struct kvk_attention_plan *plan, const struct kvk_at
     }
     span->first_page = begin / block_tokens;
     span->page_count = (uint32_t)((end + block_tokens - 1) / block_tokens - span->first_page);
+    /* Tokens behind the last page are seen by no query: a device need not hear of them. */
+    uint64_t pages_end = (span->first_page + span->page_count) * block_tokens;
+    if (span->token_count > pages_end) {
+        span->token_count = pages_end;
+    }
 }
 
 static void slice_drops(struct kvk_cache *cache, uint32_t *work)

@@ -116,7 +116,8 @@ def test_against_plain_python(worker):
                                   **{"causal": True, **mask})
         close_to(floats(answer.results[0].output), outputs)
         close_to(floats(answer.results[0].lse), lses)
-        assert answer.results[0].device_tokens == length
+        seen = answer.results[0]
+        assert 0 < seen.device_tokens <= length and seen.host_tokens == 0
 
 
 def test_swapped_out_and_by_lease(worker):
