@@ -101,7 +101,7 @@ static enum kvk_status hand_over_drops(struct kvk_cache *cache, struct kvk_group
     }
     kvk_tier_punch_drops(cache);
     struct kvk_room_choice choice;
-    kvk_room_choose(cache, group, tier, NULL, &choice);
+    kvk_room_choose_more(cache, group, tier, NULL, &choice);
     if (choice.step == KVK_ROOM_GROW) {
         (void)kvk_room_grow(cache, group, tier, choice.place);
     }
