@@ -154,6 +154,20 @@ Test(index_evict, one_request_uses_a_block_once)
     end();
 }
 
+/* A request that runs long does not make a block older that a later one has used meanwhile. */
+Test(index_evict, a_late_use_does_not_set_a_block_back)
+{
+    begin(KVK_EVICT_LRU, 100);
+    uint32_t id = block_new(1, 1, false, 5, 0);
+    struct kvk_block *block = kvk_index_block(blocks, id);
+    kvk_evict_use(evict, block, false, 9, SECOND);
+    uint64_t order = block->order;
+    kvk_evict_use(evict, block, false, 6, SECOND);
+    cr_assert_eq(block->order, order);
+    cr_assert_eq(block->use_count, 3);
+    end();
+}
+
 Test(index_evict, use_counts_saturate)
 {
     begin(KVK_EVICT_RP_COST, 100);
@@ -165,6 +179,25 @@ Test(index_evict, use_counts_saturate)
     cr_assert_eq(block->use_count, UINT16_MAX);
     cr_assert_eq(block->queue_class, 3);
     end();
+}
+
+/* Take all out by turns, from the top: each class must come in order. Put all in again. */
+static void drain_and_refill(uint64_t now_ns)
+{
+    uint32_t count = kvk_evict_queue_count(&queue);
+    uint32_t *drained = calloc(count + 1, sizeof(*drained));
+    uint64_t orders[KVK_EVICT_CLASS_COUNT] = {0};
+    for (uint32_t i = 0; i < count; i++) {
+        drained[i] = pop(now_ns);
+        const struct kvk_block *block = kvk_index_block(blocks, drained[i]);
+        cr_assert_leq(orders[block->queue_class], block->order);
+        orders[block->queue_class] = block->order;
+    }
+    cr_assert_eq(pop(now_ns), KVK_BLOCK_NONE);
+    for (uint32_t i = 0; i < count; i++) {
+        kvk_evict_queue_add(&queue, drained[i]);
+    }
+    free(drained);
 }
 
 /* Random adds, removes and uses against a plain list that is searched for its least. */
@@ -193,6 +226,9 @@ Test(index_evict, queues_against_a_plain_list)
                 kvk_evict_queue_add(&queue, id);
             } else if (kvk_random_chance(&random, 0.3)) {
                 kvk_evict_queue_remove(&queue, id);
+            }
+            if (step % 500 == 0) {
+                drain_and_refill(now_ns);
             }
             if (step % 20 > 0) {
                 continue;
