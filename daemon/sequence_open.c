@@ -10,6 +10,7 @@
 #include "base/assert.h"
 #include "daemon/sequence_internal.h"
 
+#define OPEN_TRIES 3     /* where invalidations come between */
 #define PROMOTE_SLICE 64 /* blocks that are brought to the device in one go */
 
 struct opening {
@@ -25,6 +26,7 @@ struct opening {
     struct kvk_sequence_size size;
     uint64_t repeated_id; /* the answer to this request id lives; 0: none */
     bool lookup;
+    bool invalidated; /* the last try ended because of it */
 };
 
 /* ---- Checks ---- */
@@ -339,6 +341,19 @@ static void open_count(struct opening *opening)
     }
 }
 
+/* Was its space, salt or prefix invalidated while the lock was dropped? Who asked for that was
+ * promised that nobody begins with what was there before. */
+static bool is_invalidated(const struct opening *opening)
+{
+    for (uint32_t g = 0; g < opening->space->group_count; g++) {
+        const struct kvk_sequence_group *table = &opening->sequence->groups[g];
+        if (table->detached || !kvk_root_is_current(opening->cache, table->root)) {
+            return true;
+        }
+    }
+    return false;
+}
+
 /* With the lock: everything from the walk on. On failure the sequence is gone. */
 static enum kvk_status open_run_drops(struct opening *opening)
 {
@@ -355,6 +370,11 @@ static enum kvk_status open_run_drops(struct opening *opening)
     if (status == KVK_OK && sequence->doomed) {
         status = kvk_fail(opening->error, KVK_ABORTED, KVK_CAUSE_SESSION_ENDED, "session_id",
                           "the session ended while the sequence was opened");
+    }
+    if (status == KVK_OK && is_invalidated(opening)) {
+        opening->invalidated = true;
+        status = kvk_fail(opening->error, KVK_UNAVAILABLE, KVK_CAUSE_INVALIDATED, "space_id",
+                          "the space was invalidated while the sequence was opened");
     }
     sequence->busy = false;
     sequence->doomed = false;
@@ -429,11 +449,14 @@ enum kvk_status kvk_sequence_open(struct kvk_cache *cache, const struct kvk_call
     if (status != KVK_OK) {
         return status;
     }
-    status = open_try(&opening, reply);
-    if (status == KVK_DATA_LOSS) {
-        /* What is cached is damaged: a miss, never a hit. */
-        opening.lookup = false;
+    for (int tries = 0; tries < OPEN_TRIES; tries++) {
+        opening.invalidated = false;
         status = open_try(&opening, reply);
+        if (status == KVK_DATA_LOSS) {
+            opening.lookup = false; /* what is cached is damaged: a miss, never a hit */
+        } else if (!opening.invalidated) {
+            break;
+        }
     }
     if (status == KVK_OK && opening.repeated_id != 0) {
         return kvk_sequence_get(cache, caller, request->session_id, opening.repeated_id, reply,
