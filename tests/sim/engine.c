@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include "base/assert.h"
+#include "base/log.h"
 #include "base/random.h"
 #include "daemon/cache_internal.h"
 
@@ -30,7 +31,7 @@ enum {
     TRANSFERS = 6,
     BLOCK_TOKENS = 4,
     LENGTH_MAX = 48,
-    VOCABULARY = 3, /* few tokens: prompts share */
+    VOCABULARY = 2, /* few tokens: prompts share */
     DEPTH_MAX = 3,
     SEALED_MAX = 1 << 16
 };
@@ -205,12 +206,13 @@ static uint32_t tenant_of(uint32_t space)
     return space == SPACES - 1 ? 1 : 0; /* the last space is the other tenant's */
 }
 
-/* A call with little time: on one thread nobody else ends what it would wait for. */
+/* Some calls may not wait, some have no time at all. (Without threads the engine never sleeps for
+ * others to give room: on one thread nobody would.) */
 static const struct kvk_caller *caller_of(uint32_t space)
 {
     struct kvk_caller *caller = &sim.callers[tenant_of(space)];
     caller->may_block = !chance(0.1);
-    caller->deadline_ns = kvk_clock_now(kvk_clock_monotonic());
+    caller->deadline_ns = chance(0.03) ? kvk_clock_now(kvk_clock_monotonic()) : UINT64_MAX;
     return caller;
 }
 
@@ -297,6 +299,17 @@ static void tokens_make(uint32_t *tokens, uint64_t count)
 {
     for (uint64_t t = 0; t < count; t++) {
         tokens[t] = pick(VOCABULARY);
+    }
+}
+
+/* A prompt that begins like a sequence that is open, as often as not. */
+static void prompt_make(uint32_t *tokens, uint64_t count)
+{
+    tokens_make(tokens, count);
+    const struct sim_sequence *sequence = sequence_pick();
+    if (sequence != NULL && chance(0.5)) {
+        uint64_t same = pick((uint32_t)sequence->length + 1);
+        memcpy(tokens, sequence->tokens, (same < count ? same : count) * sizeof tokens[0]);
     }
 }
 
@@ -414,7 +427,7 @@ static void event_lookup(void)
     uint32_t salt = pick(2);
     uint32_t tokens[LENGTH_MAX];
     uint64_t count = pick(LENGTH_MAX);
-    tokens_make(tokens, count);
+    prompt_make(tokens, count);
     struct kvk_lookup_request request = {.space_id = sim.space_ids[space],
                                          .prompt = prompt_of(tokens, count, &salt),
                                          .leave_last = chance(0.5)};
@@ -508,7 +521,7 @@ static void event_open(void)
     struct sim_sequence made = {.open = true, .instance = i, .life = ++sim.lives};
     made.salt = pick(2);
     made.length = made.committed = pick(LENGTH_MAX / 2);
-    tokens_make(made.tokens, made.length);
+    prompt_make(made.tokens, made.length);
     struct kvk_open_request request = {.session_id = any_session(instance),
                                        .space_id = sim.space_ids[instance->space],
                                        .prompt = prompt_of(made.tokens, made.length, &made.salt),
@@ -764,7 +777,7 @@ static void event_pin(void)
     uint32_t salt = pick(2);
     uint32_t tokens[LENGTH_MAX];
     uint64_t count = pick(LENGTH_MAX);
-    tokens_make(tokens, count);
+    prompt_make(tokens, count);
     struct kvk_pin_request request = {.session_id = any_session(instance),
                                       .space_id = sim.space_ids[instance->space],
                                       .prompt = prompt_of(tokens, count, &salt),
@@ -889,7 +902,7 @@ static void event_time(void)
 
 static void event_fault(void)
 {
-    if (chance(0.3)) {
+    if (chance(0.1)) {
         struct kvk_test_control control = {.fail_next_copy = true};
         SIM_ASSERT(kvk_cache_test_control(sim.cache, &control, &error) == KVK_OK);
         sim.copy_failures++;
@@ -1119,6 +1132,7 @@ int main(int argc, char **argv)
             return 2;
         }
     }
+    kvk_log_set_level(KVK_LOG_ERROR);
     for (uint64_t seed = first; seed < first + seeds; seed++) {
         seed_run(seed, events);
     }
