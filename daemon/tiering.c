@@ -455,7 +455,7 @@ void kvk_tier_run_ahead_drops(struct kvk_cache *cache)
     if (device->device == NULL || cache->tiers[KVK_TIER_HOST].device == NULL || percent == 0) {
         return;
     }
-    uint64_t target = device->pool.limit_bytes / 100 * percent;
+    uint64_t target = device->pool.limit_bytes * percent / 100;
     uint64_t ready = device->pool.limit_bytes - device->used_bytes + clean_bytes(cache);
     if (ready >= target) {
         return;
@@ -464,12 +464,9 @@ void kvk_tier_run_ahead_drops(struct kvk_cache *cache)
     if (group == NULL) {
         return;
     }
-    uint64_t missing = (target - ready) / group->block_bytes;
+    uint64_t missing = (target - ready + group->block_bytes - 1) / group->block_bytes;
     uint32_t count = missing < RUN_AHEAD_COUNT ? (uint32_t)missing : RUN_AHEAD_COUNT;
     uint32_t demoted;
-    if (count == 0) {
-        return;
-    }
     group->space->reference_count++;
     enum kvk_status status = kvk_room_demote_drops(cache, group, count, true, &demoted, NULL);
     if (status != KVK_OK) {
