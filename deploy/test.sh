@@ -71,7 +71,7 @@ python_tests() {
     local log=$logs/pytest.log summary count
     if [[ ! -x build/venv/bin/pytest ]]; then
         part venv python3 -m venv build/venv || return
-        part pip build/venv/bin/pip install --quiet grpcio grpcio-tools pytest || return
+        part pip build/venv/bin/pip install --quiet -r tests/e2e/requirements.txt || return
     fi
     KVKEEP_BIN="$PWD/build/dev/bin" build/venv/bin/pytest -q tests/e2e 2>&1 | tee "$log"
     summary=$(tail -n 1 "$log")
