@@ -311,11 +311,11 @@ enum kvk_status kvkeep_connection_call(struct kvkeep_connection *connection, con
     };
     batch_start(call, ops, 6, call);
     (void)batch_wait(connection->queue, call); /* the status says what came of it */
-    grpc_call_unref(call);
     pthread_mutex_unlock(&connection->mutex);
 
     grpc_byte_buffer_destroy(outgoing);
     enum kvk_status status = outcome_status(&outcome, error);
+    grpc_call_unref(call); /* the metadata was the call's own */
     if (status == KVK_OK) {
         *response = incoming == NULL ? NULL : unpack(incoming, response_type);
         if (*response == NULL) {
