@@ -16,8 +16,6 @@
 /* Blocks that are held or let go with the lock held in one go. */
 #define SLICE_PAGES 1024
 
-/* Pins of one copy by everybody: counted in 16 bits, and sequences and leases need theirs. */
-#define PIN_COUNT_MAX 32768
 
 /* ---- What an item attends ---- */
 
@@ -229,13 +227,6 @@ static enum kvk_status page_take(struct kvk_attention_plan *plan, uint32_t index
         *taken = (struct kvk_attention_page){.block = id, .tier = before->tier};
     } else {
         enum kvk_tier tier = kvk_block_tier(block);
-        if (block->pin_count[tier] >= PIN_COUNT_MAX) {
-            (void)kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_QUEUE_FULL, "items",
-                                 block->pin_count[tier], PIN_COUNT_MAX,
-                                 "too many calls read one block at a time");
-            kvk_error_retry(error, 1);
-            return KVK_EXHAUSTED;
-        }
         kvk_block_borrow(plan->cache, id, tier);
         *taken = (struct kvk_attention_page){.block = id, .tier = (uint8_t)tier, .borrowed = true};
     }

@@ -490,7 +490,7 @@ void kvk_block_pin(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier)
     struct kvk_block *block = kvk_index_block(cache->index, id);
     KVK_ASSERT(block->slot[tier] != KVK_SLOT_NONE);
     KVK_ASSERT(block->hold_count > 0);
-    KVK_ASSERT(block->pin_count[tier] < UINT16_MAX);
+    KVK_ASSERT(block->pin_count[tier] < UINT32_MAX);
     block->pin_count[tier]++;
     /* What is used on the device does not leave it soon: its second copy would only take room. */
     if (tier == KVK_TIER_DEVICE && has_copy(block, KVK_TIER_DEVICE) &&

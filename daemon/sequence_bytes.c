@@ -308,7 +308,7 @@ static enum kvk_status read_begin_drops(struct kvk_cache *cache, const struct re
     const struct kvk_block *block = kvk_index_block(cache->index, id);
     enum kvk_tier tier = kvk_block_tier(block);
     uint32_t shard = kvk_geometry_rank_shard(&group->geometry, request->rank);
-    if (block->pin_count[tier] == UINT16_MAX) {
+    if (block->pin_count[tier] == UINT32_MAX) {
         kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "block", "too many read the block");
         kvk_error_retry(error, 1);
         return KVK_EXHAUSTED;

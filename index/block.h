@@ -84,15 +84,15 @@ struct kvk_block {
     uint8_t tier_mask;                  /* bit per enum kvk_tier that holds a whole copy */
     uint8_t flags;                      /* the engine's own */
     uint32_t slot[KVK_TIER_COUNT];      /* KVK_SLOT_NONE: none. While RESERVED or ACTIVE, one */
-    uint16_t pin_count[KVK_TIER_COUNT]; /* copy pins */
+    uint32_t pin_count[KVK_TIER_COUNT]; /* copy pins */
     uint32_t arena;                     /* which space and group: the engine's number */
     uint32_t lease_hold_count;          /* of hold_count, those of leases; the engine's own */
 
     /* Worth; written by the eviction policy alone. */
+    float cost;                    /* to compute again, relative to its space's first block */
     uint64_t order;                /* within its class: lowest goes first */
     uint64_t used_ns;              /* last use, policy clock */
     struct kvk_evict_queue *queue; /* borrowed: the one that it is in, or NULL */
-    float cost;                    /* to compute again, relative to its space's first block */
     uint32_t queue_index;          /* place in its eviction queue; UINT32_MAX: in none */
     uint16_t use_count;            /* saturating */
     uint8_t queue_class;
