@@ -308,10 +308,16 @@ static void caller_open(struct caller *caller, const char *target, const char *p
                         const uint8_t *request, size_t request_bytes)
 {
     memset(caller, 0, sizeof(*caller));
-    grpc_arg own = {.type = GRPC_ARG_INTEGER,
-                    .key = (char *)(uintptr_t)GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL,
-                    .value.integer = 1};
-    grpc_channel_args arguments = {.num_args = 1, .args = &own};
+    /* A connection of its own, and nothing on the client's side that is not needed. */
+    grpc_arg storage[] = {
+        {.type = GRPC_ARG_INTEGER,
+         .key = (char *)(uintptr_t)GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL,
+         .value.integer = 1},
+        {.type = GRPC_ARG_INTEGER,
+         .key = (char *)(uintptr_t)GRPC_ARG_ENABLE_RETRIES,
+         .value.integer = 0},
+    };
+    grpc_channel_args arguments = {.num_args = 2, .args = storage};
     grpc_channel_credentials *credentials = grpc_insecure_credentials_create();
     caller->channel = grpc_channel_create(target, credentials, &arguments);
     grpc_channel_credentials_release(credentials);

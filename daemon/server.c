@@ -5,9 +5,10 @@
  * the spot and passes the rest to the bulk threads. A second thread on the queue, or a second
  * queue, costs look-ups a wake-up each, for gRPC polls one set of descriptors whoever waits.
  */
-#include "daemon/server_private.h"
+#include "daemon/server.h"
 
 #include <errno.h>
+#include <grpc/support/log.h>
 #include <grpc/support/time.h>
 #include <limits.h>
 #include <signal.h>
@@ -16,6 +17,8 @@
 
 #include "base/assert.h"
 #include "base/clock.h"
+#include "base/log.h"
+#include "daemon/server_private.h"
 #include "daemon/server_sanitize.h"
 
 #define CHANNEL_ARGUMENTS_MAX 16
@@ -223,6 +226,20 @@ static enum kvk_status methods_add(struct kvk_server *server, const struct kvk_m
 
 /* ---- create ---- */
 
+/*
+ * What gRPC says goes into our log, one line each. Its errors are mostly a peer's doing (bytes that
+ * are no HTTP/2), so they warn; the rest is for who debugs.
+ */
+static void grpc_said(gpr_log_func_args *said)
+{
+    enum kvk_log_level level =
+        said->severity == GPR_LOG_SEVERITY_ERROR ? KVK_LOG_WARNING : KVK_LOG_DEBUG;
+    if (kvk_log_enabled(level)) {
+        char text[512];
+        kvk_log(level, "grpc", "text=%s", kvk_log_text(text, sizeof(text), said->message));
+    }
+}
+
 /* gRPC's own threads must not take the daemon's signals. */
 static void grpc_begin(struct kvk_server *server)
 {
@@ -230,6 +247,7 @@ static void grpc_begin(struct kvk_server *server)
     sigset_t before;
     (void)sigfillset(&all);
     (void)pthread_sigmask(SIG_BLOCK, &all, &before);
+    gpr_set_log_function(grpc_said);
     grpc_init();
     grpc_server_make(server);
     (void)pthread_sigmask(SIG_SETMASK, &before, NULL);

@@ -410,8 +410,8 @@ static void call_new(struct kvk_tag *tag, bool ok)
 }
 
 /*
- * One message, or none. None may be the client's orderly end or the loss of it, which reach us alike
- * but for what gRPC remembers of it; of a loss tag_close tells.
+ * One message, or none. None may be the client's orderly end or its loss, which reach us alike but
+ * for what gRPC remembers of it; of a loss tag_close tells.
  */
 static void call_received(struct kvk_tag *tag, bool ok)
 {

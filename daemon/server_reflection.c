@@ -17,6 +17,10 @@
 #define FILES_MAX 64
 #define SERVICES_MAX 32
 
+/* The generated names fill a line each. */
+#define ASKS(what) GRPC__REFLECTION__V1__SERVER_REFLECTION_REQUEST__MESSAGE_REQUEST_##what
+#define ANSWERS(what) GRPC__REFLECTION__V1__SERVER_REFLECTION_RESPONSE__MESSAGE_RESPONSE_##what
+
 typedef Google__Protobuf__FileDescriptorProto file_proto;
 typedef Google__Protobuf__DescriptorProto message_proto;
 typedef Grpc__Reflection__V1__ServerReflectionRequest reflection_request;
@@ -286,8 +290,7 @@ static void answer_services(struct kvk_call *call, const struct kvk_reflection *
     }
     list.n_service = reflection->service_count;
     list.service = pointers;
-    response->message_response_case =
-        GRPC__REFLECTION__V1__SERVER_REFLECTION_RESPONSE__MESSAGE_RESPONSE_LIST_SERVICES_RESPONSE;
+    response->message_response_case = ANSWERS(LIST_SERVICES_RESPONSE);
     response->list_services_response = &list;
     send_response(call, response);
 }
@@ -307,8 +310,7 @@ static void answer_file(struct kvk_call *call, const struct kvk_reflection *refl
         GRPC__REFLECTION__V1__FILE_DESCRIPTOR_RESPONSE__INIT;
     files.n_file_descriptor_proto = count;
     files.file_descriptor_proto = bytes;
-    response->message_response_case =
-        GRPC__REFLECTION__V1__SERVER_REFLECTION_RESPONSE__MESSAGE_RESPONSE_FILE_DESCRIPTOR_RESPONSE;
+    response->message_response_case = ANSWERS(FILE_DESCRIPTOR_RESPONSE);
     response->file_descriptor_response = &files;
     send_response(call, response);
 }
@@ -320,8 +322,7 @@ static void answer_extensions(struct kvk_call *call, const char *type,
     Grpc__Reflection__V1__ExtensionNumberResponse numbers =
         GRPC__REFLECTION__V1__EXTENSION_NUMBER_RESPONSE__INIT;
     numbers.base_type_name = (char *)(uintptr_t)type;
-    response->message_response_case =
-        GRPC__REFLECTION__V1__SERVER_REFLECTION_RESPONSE__MESSAGE_RESPONSE_ALL_EXTENSION_NUMBERS_RESPONSE;
+    response->message_response_case = ANSWERS(ALL_EXTENSION_NUMBERS_RESPONSE);
     response->all_extension_numbers_response = &numbers;
     send_response(call, response);
 }
@@ -332,8 +333,7 @@ static void answer_error(struct kvk_call *call, enum kvk_status status, const ch
     Grpc__Reflection__V1__ErrorResponse error = GRPC__REFLECTION__V1__ERROR_RESPONSE__INIT;
     error.error_code = kvk_status_rpc_code(status);
     error.error_message = (char *)(uintptr_t)text;
-    response->message_response_case =
-        GRPC__REFLECTION__V1__SERVER_REFLECTION_RESPONSE__MESSAGE_RESPONSE_ERROR_RESPONSE;
+    response->message_response_case = ANSWERS(ERROR_RESPONSE);
     response->error_response = &error;
     send_response(call, response);
 }
@@ -346,24 +346,24 @@ static void answer(struct kvk_call *call, const struct kvk_reflection *reflectio
     response.original_request = request;
     int64_t file = -1;
     switch (request->message_request_case) {
-    case GRPC__REFLECTION__V1__SERVER_REFLECTION_REQUEST__MESSAGE_REQUEST_LIST_SERVICES:
+    case ASKS(LIST_SERVICES):
         answer_services(call, reflection, &response);
         return;
-    case GRPC__REFLECTION__V1__SERVER_REFLECTION_REQUEST__MESSAGE_REQUEST_FILE_BY_FILENAME:
+    case ASKS(FILE_BY_FILENAME):
         file = file_find(reflection, request->file_by_filename);
         break;
-    case GRPC__REFLECTION__V1__SERVER_REFLECTION_REQUEST__MESSAGE_REQUEST_FILE_CONTAINING_SYMBOL:
+    case ASKS(FILE_CONTAINING_SYMBOL):
         file = symbol_file(reflection, request->file_containing_symbol);
         break;
-    case GRPC__REFLECTION__V1__SERVER_REFLECTION_REQUEST__MESSAGE_REQUEST_ALL_EXTENSION_NUMBERS_OF_TYPE:
+    case ASKS(ALL_EXTENSION_NUMBERS_OF_TYPE):
         if (symbol_file(reflection, request->all_extension_numbers_of_type) >= 0) {
             answer_extensions(call, request->all_extension_numbers_of_type, &response);
             return;
         }
         break;
-    case GRPC__REFLECTION__V1__SERVER_REFLECTION_REQUEST__MESSAGE_REQUEST_FILE_CONTAINING_EXTENSION:
+    case ASKS(FILE_CONTAINING_EXTENSION):
         break;
-    case GRPC__REFLECTION__V1__SERVER_REFLECTION_REQUEST__MESSAGE_REQUEST__NOT_SET:
+    case ASKS(_NOT_SET):
     case _GRPC__REFLECTION__V1__SERVER_REFLECTION_REQUEST__MESSAGE_REQUEST__CASE_IS_INT_SIZE:
         answer_error(call, KVK_INVALID, "the request asks nothing", &response);
         return;
