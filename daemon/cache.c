@@ -294,7 +294,7 @@ static uint64_t backed_expected(const struct kvk_group *group, enum kvk_tier tie
     for (uint32_t i = 0; i < at->arena.slab_capacity; i++) {
         slots += at->places[i] == KVK_PLACE_LEAVING ? at->arena.slab_slots : at->places[i];
     }
-    uint64_t edges = 4 * PAGE_BYTES * at->arena.slab_capacity;
+    uint64_t edges = 2 * PAGE_BYTES * at->arena.slab_capacity;
     return slots * group->block_bytes + edges * group->shard_count;
 }
 
