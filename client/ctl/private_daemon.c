@@ -45,7 +45,7 @@ static bool config_write(const struct ctl_private_daemon *daemon,
     }
     fprintf(file,
             "[server]\nunix_path = %s/kvkeep.sock\n"
-            "[tiers]\ndevice_bytes = %llu\nhost_bytes = %llu\n"
+            "[tiers]\ndevice_bytes = %llu B\nhost_bytes = %llu B\n"
             "[cache]\npolicy = %s\n",
             daemon->folder, (unsigned long long)options->device_bytes,
             (unsigned long long)options->host_bytes, options->policy);
