@@ -232,7 +232,7 @@ static uint64_t resident_bytes(void)
     unsigned long pages = 0;
     int read = fscanf(file, "%*u %lu", &pages);
     KVK_ASSERT(read == 1);
-    fclose(file);
+    (void)fclose(file);
     return (uint64_t)pages * (uint64_t)sysconf(_SC_PAGESIZE);
 }
 
@@ -397,10 +397,10 @@ int main(int argc, char **argv)
             block_count = (uint32_t)strtoul(argv[++i], NULL, 10);
         }
         if (block_count < 2 * PROMPT_BLOCKS || strcmp(argv[i - 1], "--blocks") != 0) {
-            fprintf(stderr,
-                    "usage: bench_index [--json] [--blocks N]\n"
-                    "N: blocks of the large index, at least %d; 10000000 unless given\n",
-                    2 * PROMPT_BLOCKS);
+            (void)fprintf(stderr,
+                          "usage: bench_index [--json] [--blocks N]\n"
+                          "N: blocks of the large index, at least %d; 10000000 unless given\n",
+                          2 * PROMPT_BLOCKS);
             return 2;
         }
     }

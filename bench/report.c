@@ -53,14 +53,14 @@ static void machine_name(char *name, size_t size)
         char *value = strstr(line, ": ");
         if (strncmp(line, "model name", 10) == 0 && value != NULL) {
             value[strcspn(value, "\n")] = '\0';
-            snprintf(model, sizeof(model), "%.150s", value + 2);
+            (void)snprintf(model, sizeof(model), "%.150s", value + 2);
             break;
         }
     }
     if (file != NULL) {
-        fclose(file);
+        (void)fclose(file);
     }
-    snprintf(name, size, "%s, %ld CPUs", model, sysconf(_SC_NPROCESSORS_ONLN));
+    (void)snprintf(name, size, "%s, %ld CPUs", model, sysconf(_SC_NPROCESSORS_ONLN));
 }
 
 static json_t *number_or_null(double value)
