@@ -95,10 +95,10 @@ static const struct {
     const char *title;
     const char *name;
 } watched[] = {
-    {"look-ups/s", "kvkeep_lookups_total"},
+    {"look-ups/s", "kvkeep_lookup_total"},
     {"looked-up tokens/s", "kvkeep_lookup_tokens_total"},
     {"hit tokens/s", "kvkeep_hit_tokens_total"},
-    {"opened/s", "kvkeep_opens_total"},
+    {"opened/s", "kvkeep_sequences_opened_total"},
     {"sealed blocks/s", "kvkeep_sealed_blocks_total"},
     {"evictions/s", "kvkeep_evictions_total"},
     {"demoted blocks/s", "kvkeep_demoted_blocks_total"},
