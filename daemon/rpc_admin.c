@@ -565,13 +565,13 @@ static void stats_add(void *context, const char *name, double value)
 {
     struct rpc_stats *stats = context;
     size_t size = strlen(name);
-    if (stats->count == STATS_MAX || size > STATS_TEXT_BYTES - stats->text_used) {
+    if (stats->count == STATS_MAX || size >= STATS_TEXT_BYTES - stats->text_used) {
         stats->full = true;
         return;
     }
     char *copy = stats->text + stats->text_used;
-    memcpy(copy, name, size);
-    stats->text_used += size;
+    memcpy(copy, name, size + 1);
+    stats->text_used += size + 1;
     Kvkeep__V1__Stat *row = &stats->rows[stats->count++];
     kvkeep__v1__stat__init(row);
     row->name = kvk_rpc_bytes(copy, size);

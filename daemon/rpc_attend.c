@@ -123,6 +123,7 @@ static enum kvk_status take_place(struct rpc_attend *attend, const Kvkeep__V1__M
                                   uint64_t size_bytes, size_t value_bytes, const char *field,
                                   uint8_t **address, struct kvk_error *error)
 {
+    *address = NULL;
     if (place->size_bytes != size_bytes) {
         return kvk_fail_limit(error, KVK_INVALID, KVK_CAUSE_FIELD, field, place->size_bytes,
                               size_bytes, "%s has %llu bytes, its shape %llu", field,

@@ -234,7 +234,7 @@ void kvk_rpc_write_blocks(struct kvk_call *call, void *rpc_bound)
             status = kvk_fail(&error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for the call");
         }
     }
-    if (status != KVK_OK) {
+    if (write == NULL) {
         stream_fail(call, status, &error);
         return;
     }
@@ -300,6 +300,7 @@ static enum kvk_status read_begin(struct rpc_read *read, const struct kvk_rpc_ru
 static enum kvk_status read_send(struct rpc_read *read, struct kvk_call *call)
 {
     struct rpc_read_block *block = read->current;
+    KVK_ASSERT(block != NULL);
     uint64_t size_bytes = block->size_bytes - read->offset;
     if (size_bytes > READ_MESSAGE_BYTES) {
         size_bytes = READ_MESSAGE_BYTES;
@@ -415,7 +416,7 @@ void kvk_rpc_read_blocks(struct kvk_call *call, void *rpc_bound)
                               : kvk_fail(&error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "",
                                          "no memory for the call");
     }
-    if (status != KVK_OK) {
+    if (status != KVK_OK || read == NULL) {
         free(read);
         stream_fail(call, status, &error);
         return;

@@ -1,12 +1,22 @@
 """Each call of a worker's life, over stock grpcio, with every byte compared."""
 
+import threading
+import time
+
 import grpc
 import pytest
 
-from worker import (BLOCK_TOKENS, Refused, Worker, block_bytes, pb, prompt, space_request, table,
-                    token_ranges, tokens)
+from worker import (BLOCK_TOKENS, Refused, Worker, block_bytes, pb, prompt, rpc, space_request,
+                    table, token_ranges, tokens)
 
 CODE = grpc.StatusCode
+
+
+def wait_for(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.02)
 
 
 def expected_block(seed, block, size, count=BLOCK_TOKENS):
@@ -431,3 +441,79 @@ def test_ranks_seal_apart(daemon):
 
 def test_tokens_helper_is_little_endian():
     assert tokens([1, 0x01020304]) == b"\1\0\0\0\4\3\2\1"
+
+
+def test_cancelled_read_gives_its_pins_back(daemon):
+    worker = Worker(daemon)
+    request = space_request(model=b"large", block_tokens=64)
+    request.groups[0].layers = 4
+    request.groups[0].head_size_k = request.groups[0].head_size_v = 256
+    space = worker.call("OpenSpace", request)
+    values = list(range(192))
+    sequence = worker.open(space, values).sequence_id
+    worker.seal(sequence, 192)
+    worker.close(sequence)
+    lease = worker.pin(space, values)
+
+    def block():
+        return worker.call("GetBlock", pb.GetBlockRequest(
+            space_id=space.space_id, prefix=prompt(values[:64])), stub=worker.admin)
+
+    # A channel of its own, whose window is full before the blocks are through.
+    channel = daemon.channel()
+    stream = rpc.KvkeepStub(channel).ReadBlocks(pb.ReadBlocksRequest(
+        session_id=worker.id, lease_id=lease.lease_id, block_count=3))
+    next(stream)
+    stream.cancel()
+    wait_for(lambda: block().device_pins == 0)
+    worker.call("Release", pb.ReleaseRequest(session_id=worker.id, lease_ids=[lease.lease_id]))
+    wait_for(lambda: block().state == b"EVICTABLE")
+    worker.leave()
+
+
+def test_cancelled_write_leaves_the_sequence_usable(daemon):
+    worker = Worker(daemon)
+    space = worker.open_space()
+    size = space.groups[0].shard_bytes[0]
+    sequence = worker.open(space, list(range(8))).sequence_id
+    hold = threading.Event()
+
+    def messages():
+        yield pb.WriteBlocksRequest(session_id=worker.id, sequence_id=sequence,
+                                    pieces=[pb.BlockPiece(data=b"\1" * size)])
+        hold.wait(10)
+
+    future = worker.calls.WriteBlocks.future(messages())
+    time.sleep(0.1)
+    future.cancel()
+    hold.set()
+    worker.write_whole(space, sequence, "after", 0, 2)
+    assert worker.seal(sequence, 8).sealed_tokens == 8
+    assert worker.read(0, 1, sequence_id=sequence) == [block_bytes(repr(("after", 0)), size)]
+    worker.leave()
+
+
+def test_cancelled_open_leaves_nothing(start):
+    """Nobody hears of a sequence whose client gave up while room was made for it."""
+    daemon = start("[tiers]\ndevice_bytes = 64 KiB\nhost_bytes = 1 MiB\nhuge_pages = no\n",
+                   ["--test-hooks"])
+    worker = Worker(daemon)
+    space = worker.open_space()
+    for number in range(15):
+        values = [number * 100 + i for i in range(16)]
+        worker.close(worker.prefill(space, values, number).sequence_id)
+    worker.call("TestControl", pb.TestControlRequest(set_copy_delay=True, copy_delay_us=20000),
+                stub=worker.admin)
+    with pytest.raises(grpc.RpcError) as late:
+        worker.call("OpenSequence", pb.OpenSequenceRequest(
+            session_id=worker.id, space_id=space.space_id, prompt=prompt(range(5000, 5160))),
+            timeout=0.1)
+    assert late.value.code() == CODE.DEADLINE_EXCEEDED
+    worker.call("TestControl", pb.TestControlRequest(set_copy_delay=True), stub=worker.admin)
+    time.sleep(0.5)
+    wait_for(lambda: not worker.call("ListSequences", pb.ListSequencesRequest(),
+                                     stub=worker.admin).sequences)
+    occupancy = worker.call("GetOccupancy", pb.GetOccupancyRequest(), stub=worker.admin)
+    counts = occupancy.rows[0].counts
+    assert counts.reserved == 0 and counts.active == 0
+    worker.leave()
