@@ -148,7 +148,8 @@ static enum kvk_status policy_time_set(struct replay_worker *worker, uint64_t ti
                                        struct kvk_error *error)
 {
     Kvkeep__V1__TestControlRequest request = KVKEEP__V1__TEST_CONTROL_REQUEST__INIT;
-    request.policy_time_ns = (time_ms + 1) * KVK_NS_PER_MS;
+    /* The trace begins now, as the daemon's own clock has it: its time never goes back. */
+    request.policy_time_ns = worker->replay->started_ns + time_ms * KVK_NS_PER_MS;
     Kvkeep__V1__TestControlResponse *response = NULL;
     enum kvk_status status =
         kvkeep_client_call(worker->client, "/kvkeep.v1.Admin/TestControl", &request.base,
