@@ -285,17 +285,23 @@ uint64_t kvk_cache_stood_still(const struct kvk_cache *cache, uint64_t now_ns)
     return cache->stood_still_ns + (stalled ? gap - TICK_NS : 0);
 }
 
-/* What a slot's file may have backed: whole pages of every place that has memory, and beside each
- * place the pages that a punch leaves because they reach out of it. */
+/* What the tier's files may have backed: the slots of every place that has memory, and, where slots
+ * are not whole pages, up to a page at either end of a place: memory comes by whole pages, and a
+ * punch leaves those that reach out of the place. */
 static uint64_t backed_expected(const struct kvk_group *group, enum kvk_tier tier)
 {
     const struct kvk_group_tier *at = &group->tiers[tier];
     uint64_t slots = 0;
+    uint64_t places = 0;
+    uint64_t edges = 0;
     for (uint32_t i = 0; i < at->arena.slab_capacity; i++) {
         slots += at->places[i] == KVK_PLACE_LEAVING ? at->arena.slab_slots : at->places[i];
+        places += at->places[i] > 0 || i < at->arena.place_fresh ? 1 : 0;
     }
-    uint64_t edges = 2 * PAGE_BYTES * at->arena.slab_capacity;
-    return slots * group->block_bytes + edges * group->shard_count;
+    for (uint32_t shard = 0; shard < group->shard_count; shard++) {
+        edges += group->shard_bytes[shard] % PAGE_BYTES == 0 ? 0 : 2 * PAGE_BYTES * places;
+    }
+    return slots * group->block_bytes + edges;
 }
 
 /* Slots that are being backed or punched now cannot be told from strays. */
@@ -310,7 +316,28 @@ static bool is_settled(const struct kvk_cache *cache, const struct kvk_group *gr
     return group->tiers[tier].backing_count == 0;
 }
 
-/* Memory that workers faulted in where no slab is counts against the pool. */
+/* Nobody's bytes lie where no slab is, so what strayed in there goes again. A place is marked as
+ * leaving meanwhile, so that no slab comes to it. */
+static void strays_punch(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier)
+{
+    struct kvk_group_tier *at = &group->tiers[tier];
+    for (uint32_t i = 0; i < at->arena.slab_capacity; i++) {
+        if (at->places[i] != 0) {
+            continue;
+        }
+        struct kvk_punch *punch = calloc(1, sizeof(*punch));
+        if (punch == NULL) {
+            return; /* the next round tries again */
+        }
+        *punch =
+            (struct kvk_punch){.group = group, .tier = tier, .slab = i, .next = cache->punches};
+        cache->punches = punch;
+        at->places[i] = KVK_PLACE_LEAVING;
+    }
+    at->leave_count++;
+}
+
+/* Memory that workers faulted in where no slab is counts against the pool, until it is gone. */
 static void strays_measure_drops(struct kvk_cache *cache, struct kvk_group *group,
                                  enum kvk_tier tier)
 {
@@ -332,7 +359,8 @@ static void strays_measure_drops(struct kvk_cache *cache, struct kvk_group *grou
         return; /* the next time */
     }
     uint64_t stray = backed > expected ? backed - expected : 0;
-    if (stray > at->stray_bytes) {
+    if (stray > at->stray_told_bytes) {
+        at->stray_told_bytes = stray;
         kvk_log(KVK_LOG_WARNING, "stray_memory", "space=%llu tier=%d bytes=%llu",
                 (unsigned long long)group->space->id, (int)tier, (unsigned long long)stray);
     }
@@ -340,6 +368,9 @@ static void strays_measure_drops(struct kvk_cache *cache, struct kvk_group *grou
     state->stray_bytes = state->stray_bytes - at->stray_bytes + stray;
     state->pool.charge_bytes = state->pool.charge_bytes - at->stray_bytes + stray;
     at->stray_bytes = stray;
+    if (stray > 0) {
+        strays_punch(cache, group, tier);
+    }
 }
 
 static void strays_drops(struct kvk_cache *cache)

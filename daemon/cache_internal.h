@@ -62,6 +62,7 @@ struct kvk_group_tier {
     uint32_t backing_count;      /* places that are being backed without the lock, now */
     uint64_t used_bytes;         /* = arena.used_count x block_bytes */
     uint64_t stray_bytes;        /* as last looked at */
+    uint64_t stray_told_bytes;   /* the most that was logged */
 };
 
 struct kvk_group {
@@ -459,6 +460,11 @@ uint64_t *kvk_block_checksums(const struct kvk_cache *cache, const struct kvk_bl
  * or copying there; the last copy must not be held. Counts an eviction where `evicted`. */
 void kvk_block_drop_copy(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier, bool evicted);
 
+/* The bytes in this tier do not match their checksum: they count as no copy any more, are found by
+ * nobody, and go when nobody pins them or holds the block for them. A last copy that nobody holds
+ * goes at once, and the block may go with it. */
+void kvk_block_discredit(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier);
+
 /* Seal an unsealed block whose bytes are all there: it gets its copy bit. */
 void kvk_block_seal(struct kvk_cache *cache, uint32_t block);
 
@@ -571,8 +577,7 @@ void kvk_refusal_note(struct kvk_cache *cache, const struct kvk_caller *caller,
  * KVK_OK all have their copy in `tier` (an unsealed block has moved with its pins: its old slot is
  * free). The host tier is exclusive: what was copied to the device loses its host copy unless that
  * is pinned. On failure no block has changed, and all new slots are given back; KVK_DATA_LOSS: a
- * source did not match: that copy is dropped unless pinned or the last of a held block, and
- * counted.
+ * source did not match: that copy is discredited, and counted.
  */
 struct kvk_move {
     uint32_t block;

@@ -511,6 +511,11 @@ void kvk_session_end(struct kvk_cache *cache, uint64_t session_id)
     kvk_lock(&cache->lock);
     struct kvk_session *session = kvk_table_get(&cache->session_table, session_id);
     if (session == NULL || !session->connected) {
+        /* Another ends it, and may still tell it notices that were on their way. */
+        while (session != NULL && session->notices_running > 0) {
+            (void)kvk_condition_wait(&cache->changed, &cache->lock, UINT64_MAX);
+            session = kvk_table_get(&cache->session_table, session_id);
+        }
         kvk_unlock(&cache->lock);
         return;
     }

@@ -72,14 +72,19 @@ static void quarantine_pop(struct kvk_cache *cache, struct kvk_session *session)
 
 /* ---- Is the process gone? ---- */
 
+/* Has the process ended that opened the session? Asks without waiting, which the lock's holder
+ * may. */
+static bool process_ended(const struct kvk_session *session)
+{
+    struct pollfd process = {.fd = session->pidfd, .events = POLLIN};
+    return session->pidfd >= 0 && poll(&process, 1, 0) == 1 && (process.revents & POLLIN) != 0;
+}
+
 static void process_look(struct kvk_session *session)
 {
-    if (session->process_gone || session->side_bound || session->pidfd < 0) {
-        return;
+    if (!session->process_gone && !session->side_bound) {
+        session->process_gone = process_ended(session);
     }
-    /* Asks without waiting, which the lock's holder may. */
-    struct pollfd process = {.fd = session->pidfd, .events = POLLIN};
-    session->process_gone = poll(&process, 1, 0) == 1 && (process.revents & POLLIN) != 0;
 }
 
 /* May its process still write, or copy under a ticket, in memory of ours? Descriptors that never
@@ -200,6 +205,14 @@ static void session_maintain_drops(struct kvk_cache *cache, struct kvk_session *
 {
     if (!session->connected) {
         kvk_session_settle_drops(cache, session);
+        return;
+    }
+    if (process_ended(session)) {
+        /* A child that it forked holds the stream open; the session was not the child's. */
+        uint64_t id = session->id;
+        kvk_unlock(&cache->lock);
+        kvk_session_end(cache, id);
+        kvk_lock(&cache->lock);
         return;
     }
     struct kvk_mapping *late = kvk_session_mappings_expire(session, kvk_clock_now(cache->clock));

@@ -95,6 +95,12 @@ static inline uint32_t planes(void)
     return self.latent ? LAYERS : PLANES;
 }
 
+/* Whose bytes this process's shard holds: a latent cache is the same for all ranks. */
+static inline uint32_t shard_rank(void)
+{
+    return self.latent ? 0 : self.rank;
+}
+
 static inline uint64_t block_bytes(void)
 {
     return self.latent ? LATENT_BYTES : BLOCK_BYTES;
@@ -143,6 +149,7 @@ struct worker_options {
     uint32_t rank;
     bool latent;
     bool no_session;
+    void (*on_notice)(void *context, enum kvkeep_notice notice, uint64_t value);
     uint32_t timeout_ms; /* 0: the client's */
 };
 
@@ -185,7 +192,8 @@ static inline void worker_open_session(const struct worker_options *options)
     const struct kvkeep_session_options session = {.tenant = options->tenant,
                                                    .instance_token = options->instance_token,
                                                    .rank = options->rank,
-                                                   .name = options->name};
+                                                   .name = options->name,
+                                                   .on_notice = options->on_notice};
     CHECK_OK(kvkeep_session_open(self.client, &session, &self.session, &self.error));
 }
 
@@ -253,7 +261,7 @@ static inline void worker_write(const struct kvkeep_sequence *sequence, const st
 {
     for (uint64_t i = first; i < end; i++) {
         token_write(worker_block(&sequence->groups[0], i / BLOCK_TOKENS), i, prompt->seeds[i],
-                    self.rank);
+                    shard_rank());
     }
 }
 
@@ -293,7 +301,7 @@ static inline void worker_verify(const struct kvkeep_sequence *sequence,
 {
     for (uint64_t at = first; at < end; at++) {
         uint8_t *block = worker_block(&sequence->groups[0], at / BLOCK_TOKENS);
-        bytes_check(block, prompt, at, at + 1, self.rank, "in mapped memory");
+        bytes_check(block, prompt, at, at + 1, shard_rank(), "in mapped memory");
     }
 }
 
@@ -308,7 +316,7 @@ static inline void worker_verify_stream(const struct kvkeep_sequence *sequence,
     CHECK_OK(kvkeep_read(self.session, sequence, lease, 0, self.rank, 0, blocks, bytes,
                          blocks * block_bytes(), &self.error));
     for (uint64_t i = 0; i < end; i++) {
-        bytes_check(bytes + i / BLOCK_TOKENS * block_bytes(), prompt, i, i + 1, self.rank,
+        bytes_check(bytes + i / BLOCK_TOKENS * block_bytes(), prompt, i, i + 1, shard_rank(),
                     "through gRPC");
     }
     free(bytes);
