@@ -204,6 +204,7 @@ static enum kvk_status space_create_unlocked(struct kvk_cache *cache,
         }
         space->group_count++;
     }
+    kvk_space_weigh(space);
     *result = space;
     return KVK_OK;
 }

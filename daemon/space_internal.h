@@ -16,6 +16,10 @@ KVK_CHECKED enum kvk_status kvk_identity_encode(const struct kvk_identity *ident
 
 /* ---- space_memory.c ---- */
 
+/* Tell the queues of all its groups what a block is worth per byte against other spaces'. Once all
+ * groups are there. */
+void kvk_space_weigh(struct kvk_space *space);
+
 /* A group with its regions and tables, known to nobody yet. Without the lock. KVK_EXHAUSTED: no
  * memory, or one block is larger than every pool. */
 KVK_CHECKED enum kvk_status kvk_group_create(struct kvk_cache *cache, struct kvk_space *space,

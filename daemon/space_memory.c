@@ -2,6 +2,7 @@
  * The memory of a layer group: per tier its files of slots, and the tables beside them. Everything
  * is address space until slabs come, so a space that is not used costs next to nothing.
  */
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -48,7 +49,21 @@ static float weight_of(const struct kvk_space *space)
     double half = space->block_tokens / 2.0;
     double flops =
         space->block_tokens * (space->flops_per_token + space->flops_per_token_position * half);
-    return (float)(flops / bytes);
+    return (float)fmin(fmax(flops / bytes, 1e-30), 1e30); /* whatever a request claims */
+}
+
+void kvk_space_weigh(struct kvk_space *space)
+{
+    float weight = weight_of(space);
+    KVK_ASSERT(weight > 0 && isfinite(weight));
+    for (uint32_t i = 0; i < space->group_count; i++) {
+        for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
+            struct kvk_group_tier *at = &space->groups[i]->tiers[tier];
+            at->queue.weight = weight;
+            at->clean.weight = weight;
+            at->held.weight = weight;
+        }
+    }
 }
 
 static enum kvk_status regions_create(struct kvk_cache *cache, struct kvk_group *group,
@@ -82,10 +97,9 @@ static enum kvk_status tier_create(struct kvk_cache *cache, struct kvk_group *gr
     }
     at->present = true; /* from here on destroying undoes what was done */
     bool forgets = tier == KVK_TIER_HOST || cache->tiers[KVK_TIER_HOST].device == NULL;
-    float weight = weight_of(group->space);
-    kvk_evict_queue_init(&at->queue, cache->evict, tier, forgets, weight);
-    kvk_evict_queue_init(&at->clean, cache->evict, tier, false, weight);
-    kvk_evict_queue_init(&at->held, cache->evict, tier, false, weight);
+    kvk_evict_queue_init(&at->queue, cache->evict, tier, forgets, 1.0F); /* see kvk_space_weigh() */
+    kvk_evict_queue_init(&at->clean, cache->evict, tier, false, 1.0F);
+    kvk_evict_queue_init(&at->held, cache->evict, tier, false, 1.0F);
     uint32_t slots = kvk_arena_slot_capacity(&at->arena);
     at->checksums = pages_create(checksums_size(group, slots));
     at->owners = pages_create((size_t)slots * sizeof(*at->owners));
