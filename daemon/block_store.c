@@ -47,6 +47,14 @@ static bool has_copy(const struct kvk_block *block, enum kvk_tier tier)
     return (block->tier_mask & (1U << tier)) != 0;
 }
 
+/* A whole block's bytes that do not match their checksum count as no copy: nobody finds them. They
+ * keep their slot while a holder has nothing else, and go as soon as they can. */
+static bool is_damaged(const struct kvk_block *block, enum kvk_tier tier)
+{
+    return kvk_block_is_whole(block) && block->slot[tier] != KVK_SLOT_NONE &&
+           !has_copy(block, tier);
+}
+
 static bool is_current(const struct kvk_cache *cache, uint32_t id, const struct kvk_block *block)
 {
     return is_indexed(block) && kvk_root_is_current(cache, kvk_index_root_of(cache->index, id));
@@ -94,8 +102,8 @@ static bool is_bound(const struct kvk_cache *cache, const struct kvk_group *grou
         return false;
     }
     bool other_copy = (block->tier_mask & ~(1U << tier)) != 0;
-    bool may_move = tier == KVK_TIER_DEVICE && group->tiers[KVK_TIER_HOST].present &&
-                    is_current(cache, id, block);
+    bool may_move = tier == KVK_TIER_DEVICE && has_copy(block, tier) &&
+                    group->tiers[KVK_TIER_HOST].present && is_current(cache, id, block);
     return !other_copy && !may_move;
 }
 
@@ -389,6 +397,18 @@ static void copy_remove(struct kvk_cache *cache, struct kvk_group *group, uint32
     slot_disown(cache, group, tier, id);
 }
 
+/* The slot in one tier goes, whether its bytes count as a copy or not. */
+static void slot_remove(struct kvk_cache *cache, struct kvk_group *group, uint32_t id,
+                        enum kvk_tier tier)
+{
+    const struct kvk_block *block = kvk_index_block(cache->index, id);
+    if (has_copy(block, tier)) {
+        copy_remove(cache, group, id, tier);
+    } else if (block->slot[tier] != KVK_SLOT_NONE) {
+        slot_disown(cache, group, tier, id);
+    }
+}
+
 /* Every copy of a block that nobody holds goes. Its place in the index stays while it is needed. */
 static void block_forget(struct kvk_cache *cache, struct kvk_group *group, uint32_t id)
 {
@@ -396,9 +416,7 @@ static void block_forget(struct kvk_cache *cache, struct kvk_group *group, uint3
     KVK_ASSERT(block->state == KVK_BLOCK_EVICTABLE);
     queue_leave(block, id);
     for (int i = 0; i < KVK_TIER_COUNT; i++) {
-        if (has_copy(block, (enum kvk_tier)i)) {
-            copy_remove(cache, group, id, (enum kvk_tier)i);
-        }
+        slot_remove(cache, group, id, (enum kvk_tier)i);
     }
     cache->stats.forgotten_blocks++;
     kvk_block_step(block, KVK_BLOCK_EVICT);
@@ -407,6 +425,18 @@ static void block_forget(struct kvk_cache *cache, struct kvk_group *group, uint3
         return;
     }
     block_end(cache, group, id);
+}
+
+/* Damaged bytes go as soon as nobody needs just them. */
+static void damage_clear(struct kvk_cache *cache, struct kvk_group *group, uint32_t id,
+                         const struct kvk_block *block)
+{
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+        if (is_damaged(block, (enum kvk_tier)i) && block->pin_count[i] == 0 &&
+            block->transfer_count == 0 && block->tier_mask != 0) {
+            slot_disown(cache, group, (enum kvk_tier)i, id);
+        }
+    }
 }
 
 void kvk_block_settle(struct kvk_cache *cache, uint32_t id)
@@ -421,8 +451,9 @@ void kvk_block_settle(struct kvk_cache *cache, uint32_t id)
         block_end(cache, group, id);
         return;
     }
+    damage_clear(cache, group, id, block);
     if (block->state == KVK_BLOCK_EVICTABLE && is_at_rest(block)) {
-        if (!is_current(cache, id, block)) {
+        if (block->tier_mask == 0 || !is_current(cache, id, block)) {
             block_forget(cache, group, id);
             return;
         }
@@ -456,14 +487,7 @@ static void last_release(struct kvk_cache *cache, struct kvk_group *group, uint3
     KVK_ASSERT(block->queue == NULL);
     kvk_block_step(block, unsealed ? KVK_BLOCK_ABORT : KVK_BLOCK_DISCARD);
     for (int i = 0; i < KVK_TIER_COUNT; i++) {
-        if (block->slot[i] == KVK_SLOT_NONE) {
-            continue;
-        }
-        if (unsealed) {
-            slot_disown(cache, group, (enum kvk_tier)i, id);
-        } else {
-            copy_remove(cache, group, id, (enum kvk_tier)i);
-        }
+        slot_remove(cache, group, id, (enum kvk_tier)i);
     }
     block_end(cache, group, id);
 }
@@ -485,14 +509,19 @@ void kvk_block_release(struct kvk_cache *cache, uint32_t id, bool leased)
     kvk_block_settle(cache, id);
 }
 
-void kvk_block_pin(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier)
+static void pin_add(struct kvk_block *block, enum kvk_tier tier)
 {
-    struct kvk_block *block = kvk_index_block(cache->index, id);
     KVK_ASSERT(block->slot[tier] != KVK_SLOT_NONE);
     KVK_ASSERT(block->hold_count > 0);
     KVK_ASSERT(block->pin_count[tier] < UINT32_MAX);
     block->pin_count[tier]++;
-    /* What is used on the device does not leave it soon: its second copy would only take room. */
+}
+
+void kvk_block_pin(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier)
+{
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    pin_add(block, tier);
+    /* What is in use on the device does not leave it soon: its second copy would only take room. */
     if (tier == KVK_TIER_DEVICE && has_copy(block, KVK_TIER_DEVICE) &&
         has_copy(block, KVK_TIER_HOST) && block->pin_count[KVK_TIER_HOST] == 0 &&
         block->transfer_count == 0) {
@@ -514,7 +543,8 @@ void kvk_block_borrow(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier)
 {
     cache->passing_holds++;
     kvk_block_hold(cache, id, false);
-    kvk_block_pin(cache, id, tier);
+    pin_add(kvk_index_block(cache->index, id), tier);
+    kvk_block_settle(cache, id);
 }
 
 void kvk_block_return(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier)
@@ -604,6 +634,18 @@ void kvk_block_drop_copy(struct kvk_cache *cache, uint32_t id, enum kvk_tier tie
     }
     queue_leave(block, id);
     copy_remove(cache, group, id, tier);
+    kvk_block_settle(cache, id);
+}
+
+void kvk_block_discredit(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    if (!has_copy(block, tier)) {
+        return; /* found out by another call before */
+    }
+    queue_leave(block, id);
+    tiers_set(cache, kvk_group_of(cache, block), id, (uint8_t)(block->tier_mask & ~(1U << tier)));
     kvk_block_settle(cache, id);
 }
 

@@ -184,8 +184,11 @@ static void check_state(const struct check *check, uint32_t id, const struct kvk
     for (int i = 0; i < KVK_TIER_COUNT; i++) {
         slots += block->slot[i] != KVK_SLOT_NONE;
         KVK_ASSERT(!has_bit(block->tier_mask, i) || block->slot[i] != KVK_SLOT_NONE);
-        KVK_ASSERT(!kvk_block_is_whole(block) ||
-                   has_bit(block->tier_mask, i) == (block->slot[i] != KVK_SLOT_NONE));
+        bool damaged = kvk_block_is_whole(block) && block->slot[i] != KVK_SLOT_NONE &&
+                       !has_bit(block->tier_mask, i);
+        /* Damaged bytes stay only for who pins them, copies them or has nothing else. */
+        KVK_ASSERT(!damaged || block->pin_count[i] > 0 || block->transfer_count > 0 ||
+                   (block->hold_count > 0 && block->tier_mask == 0));
     }
     switch ((enum kvk_block_state)block->state) {
     case KVK_BLOCK_RESERVED:
@@ -202,6 +205,7 @@ static void check_state(const struct check *check, uint32_t id, const struct kvk
         break;
     case KVK_BLOCK_EVICTABLE:
         KVK_ASSERT(slots > 0 && block->hold_count == 0);
+        KVK_ASSERT(block->tier_mask != 0 || block->transfer_count > 0);
         KVK_ASSERT(is_indexed(block));
         KVK_ASSERT(block->pin_count[0] == 0 && block->pin_count[1] == 0);
         KVK_ASSERT(cache->purge_wanted ||
@@ -229,8 +233,9 @@ static bool should_be_bound(const struct kvk_cache *cache, const struct kvk_grou
     }
     bool current =
         is_indexed(block) && kvk_root_is_current(cache, kvk_index_root_of(cache->index, id));
-    bool can_demote = tier == KVK_TIER_DEVICE && group->tiers[KVK_TIER_HOST].present && current;
-    bool sole_copy = block->slot[1 - tier] == KVK_SLOT_NONE;
+    bool can_demote = tier == KVK_TIER_DEVICE && group->tiers[KVK_TIER_HOST].present && current &&
+                      has_bit(block->tier_mask, tier);
+    bool sole_copy = !has_bit(block->tier_mask, 1 - tier);
     return block->hold_count > 0 && sole_copy && !can_demote;
 }
 

@@ -325,6 +325,7 @@ static enum kvk_status read_begin_drops(struct kvk_cache *cache, const struct re
     if (status != KVK_OK) {
         kvk_log(KVK_LOG_ERROR, "checksum_mismatch", "block=%u tier=%d shard=%u", id, (int)tier,
                 shard);
+        kvk_block_discredit(cache, id, tier);
         kvk_block_return(cache, id, tier);
     }
     return status;

@@ -161,9 +161,10 @@ static void move_land(struct kvk_cache *cache, const struct job *job, const stru
     cache->stats.promoted_blocks += job->target == KVK_TIER_DEVICE ? 1 : 0;
 }
 
-static bool may_drop(const struct kvk_block *block, enum kvk_tier tier)
+/* May the copy in one tier go, since there is one in the other? */
+static bool may_drop(const struct kvk_block *block, enum kvk_tier tier, enum kvk_tier other)
 {
-    return kvk_block_is_whole(block) && (block->tier_mask & (1U << tier)) != 0 &&
+    return kvk_block_is_whole(block) && block->tier_mask == ((1U << tier) | (1U << other)) &&
            block->pin_count[tier] == 0 && block->transfer_count == 0;
 }
 
@@ -183,22 +184,16 @@ static void move_end(struct kvk_cache *cache, const struct job *job, const struc
     }
     bool whole = kvk_block_is_whole(block);
     kvk_block_unpin(cache, id, landed && !whole ? job->target : job->source);
-    bool both = block->tier_mask == ((1U << job->source) | (1U << job->target));
-    if (both && (drop_source || moving->damaged) && may_drop(block, job->source)) {
-        kvk_block_drop_copy(cache, id, job->source, drop_source && job->target == KVK_TIER_HOST);
+    if (moving->damaged) {
+        kvk_block_discredit(cache, id, job->source);
+    } else if (drop_source && may_drop(block, job->source, job->target)) {
+        kvk_block_drop_copy(cache, id, job->source, job->target == KVK_TIER_HOST);
     }
-    /* An invalidated block is freed by its last release: then there is nothing left to drop. */
-    bool current =
-        block->run != UINT32_MAX && kvk_root_is_current(cache, kvk_index_root_of(cache->index, id));
-    bool damaged_last = moving->damaged && current && block->tier_mask == 1U << job->source;
     KVK_ASSERT(cache->moves_under_way > 0);
-    cache->moves_under_way--;
     KVK_ASSERT(cache->passing_holds > 0);
+    cache->moves_under_way--;
     cache->passing_holds--;
     kvk_block_release(cache, id, false);
-    if (damaged_last && block->hold_count == 0 && may_drop(block, job->source)) {
-        kvk_block_drop_copy(cache, id, job->source, false);
-    }
 }
 
 static enum kvk_status fail_damaged(uint32_t damaged, struct kvk_error *error)
@@ -381,8 +376,8 @@ static uint32_t checksums_end(struct kvk_cache *cache, struct checksums *batch, 
         KVK_ASSERT(cache->passing_holds > 0);
         cache->passing_holds--;
         kvk_block_unpin(cache, id, tier);
-        if (damaged && block->tier_mask != 1U << tier && may_drop(block, tier)) {
-            kvk_block_drop_copy(cache, id, tier, false);
+        if (damaged) {
+            kvk_block_discredit(cache, id, tier);
         }
         kvk_block_release(cache, id, false);
         damaged_count += damaged ? 1 : 0;

@@ -89,7 +89,7 @@ static void check_children(const struct kvk_index *index, uint32_t root, uint32_
 static void check_indexed(const struct kvk_index *index, uint32_t id, const struct kvk_block *block)
 {
     KVK_ASSERT(kvk_block_is_whole(block) || block->state == KVK_BLOCK_HOLLOW);
-    KVK_ASSERT((block->state == KVK_BLOCK_HOLLOW) == (block->tier_mask == 0));
+    KVK_ASSERT(block->state != KVK_BLOCK_HOLLOW || block->tier_mask == 0);
     KVK_ASSERT(block->run < index->run_high);
     const struct kvk_run *run = kvk_run_at(index, block->run);
     KVK_ASSERT(block->run_offset < run->count);

@@ -238,9 +238,14 @@ Test(store, a_used_second_copy_goes)
     cr_assert_eq(store_block(&store, id)->tier_mask, 3, "clean");
     kvk_cache_check_locked(store.cache);
     kvk_block_borrow(store.cache, id, DEVICE);
+    kvk_block_return(store.cache, id, DEVICE);
+    cr_assert_eq(store_block(&store, id)->tier_mask, 3, "a passing look at it");
+    store.cache->passing_holds++;
+    kvk_block_hold(store.cache, id, false);
+    kvk_block_pin(store.cache, id, DEVICE);
     cr_assert_eq(store_block(&store, id)->tier_mask, 1U << DEVICE, "in use again");
     cr_assert_eq(store_used(&store, HOST), 0);
-    kvk_block_return(store.cache, id, DEVICE);
+    store_release(&store, id);
     store_stop(&store);
 }
 

@@ -90,13 +90,61 @@ Test(tiering, damaged_bytes_are_not_passed_on)
     cr_assert_eq(store.house.error.cause, KVK_CAUSE_CHECKSUM);
     cr_assert_eq(store.cache->stats.checksum_failures, 2);
     cr_assert_eq(store_used(&store, HOST), 0, "all new slots went back");
-    cr_assert_eq(store_block(&store, held)->tier_mask, 1U << DEVICE, "its holder will be told");
+    cr_assert_eq(store_block(&store, held)->tier_mask, 0, "found by nobody any more");
+    cr_assert_neq(store_block(&store, held)->slot[DEVICE], KVK_SLOT_NONE, "its holder is told");
+    cr_assert_eq(store_bound(&store, DEVICE), 1, "nobody's victim: it would not get past this");
     cr_assert_eq(store_block(&store, idle)->state, KVK_BLOCK_FREE, "nobody is served this one");
     cr_assert_eq(store_block(&store, good)->tier_mask, 1U << DEVICE, "unchanged");
     kvk_cache_check_locked(store.cache);
     cr_assert_eq(kvk_block_checksum_drops(store.cache, &held, 1, true, NULL), KVK_DATA_LOSS);
     cr_assert_eq(kvk_block_checksum_drops(store.cache, &good, 1, true, NULL), KVK_OK);
     store_release(&store, held);
+    cr_assert_eq(store_block(&store, held)->state, KVK_BLOCK_FREE);
+    store_stop(&store);
+}
+
+/* One damaged block that somebody holds does not stand in the way of the others. */
+Test(tiering, room_is_made_past_a_damaged_block)
+{
+    struct store store;
+    uint32_t held[4];
+    uint32_t fresh[3];
+    store_start(&store, 4, 8);
+    for (uint32_t i = 0; i < 4; i++) {
+        held[i] = sealed_block(&store, DEVICE, i + 1);
+        kvk_block_unpin(store.cache, held[i], DEVICE);
+    }
+    *kvk_block_address(store.cache, store_block(&store, held[0]), DEVICE, 0) ^= 0xff;
+    cr_assert_eq(store_try_reserve(&store, DEVICE, 3, fresh), KVK_OK, "%s", store.house.error.text);
+    kvk_cache_check_locked(store.cache);
+    cr_assert_eq(store.cache->stats.checksum_failures, 1);
+    for (uint32_t i = 0; i < 3; i++) {
+        cr_assert_eq(store_block(&store, held[i + 1])->tier_mask, 1U << HOST);
+        store_release(&store, fresh[i]);
+    }
+    for (uint32_t i = 0; i < 4; i++) {
+        store_release(&store, held[i]);
+    }
+    store_stop(&store);
+}
+
+/* Where another copy is good, the damaged one goes at once. */
+Test(tiering, a_second_copy_outlives_a_damaged_one)
+{
+    struct store store;
+    store_start(&store, 4, 4);
+    uint32_t id = sealed_block(&store, DEVICE, 9);
+    cr_assert_eq(copy_to(&store, HOST, id), KVK_OK);
+    *kvk_block_address(store.cache, store_block(&store, id), DEVICE, 0) ^= 0xff;
+    cr_assert_eq(kvk_block_checksum_drops(store.cache, &id, 1, true, NULL), KVK_DATA_LOSS);
+    cr_assert_eq(store_block(&store, id)->tier_mask, 1U << HOST);
+    cr_assert_eq(kvk_block_tier(store_block(&store, id)), HOST, "what is read from now on");
+    cr_assert_neq(store_block(&store, id)->slot[DEVICE], KVK_SLOT_NONE, "pinned");
+    kvk_cache_check_locked(store.cache);
+    kvk_block_unpin(store.cache, id, DEVICE);
+    cr_assert_eq(store_block(&store, id)->slot[DEVICE], KVK_SLOT_NONE);
+    cr_assert_eq(kvk_block_checksum_drops(store.cache, &id, 1, true, NULL), KVK_OK);
+    store_release(&store, id);
     store_stop(&store);
 }
 
