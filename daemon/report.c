@@ -179,7 +179,7 @@ enum kvk_status kvk_report_occupancy(struct kvk_cache *cache, const struct kvk_c
     kvk_lock(&cache->lock);
     kvk_report_tiers(cache, &scope, tiers);
     /* Groups that came meanwhile and have no room were not there when it was asked. */
-    for (uint32_t i = 0; i < cache->group_capacity && count < capacity; i++) {
+    for (uint32_t i = 0; i < cache->group_end && count < capacity; i++) {
         const struct kvk_group *group = cache->groups[i];
         if (group != NULL && kvk_scope_sees(&scope, group->space->tenant)) {
             group_fill(group, &list[count]);
@@ -288,7 +288,7 @@ enum kvk_status kvk_report_spaces(struct kvk_cache *cache, const struct kvk_call
     }
     uint32_t count = 0;
     kvk_lock(&cache->lock);
-    for (uint32_t i = 0; i < cache->group_capacity && count < capacity; i++) {
+    for (uint32_t i = 0; i < cache->group_end && count < capacity; i++) {
         /* By way of their first groups, whose numbers do not move when the lock is dropped. */
         const struct kvk_group *group = cache->groups[i];
         if (group != NULL && group->index == 0 && kvk_scope_sees(&scope, group->space->tenant)) {
