@@ -95,7 +95,7 @@ struct kvk_block {
     struct kvk_evict_queue *queue; /* borrowed: the one that it is in, or NULL */
     uint32_t queue_index;          /* place in its eviction queue; UINT32_MAX: in none */
     uint16_t use_count;            /* saturating */
-    uint8_t queue_class;
+    uint8_t queue_class;           /* the list of its queue: use class and cost class */
     uint8_t queue_tier;
 };
 

@@ -28,11 +28,16 @@
 
 #define PAGE_BLOCKS 256 /* of a heap's page: 1 KiB */
 
+#define COST_LISTS_PER_DOUBLING 2.0
+#define COST_LISTS_POWER 0.65
+
 struct kvk_evict {
     struct kvk_index *index; /* borrowed */
     enum kvk_evict_policy policy;
     uint32_t block_count;
-    uint64_t refresh_ns; /* when the densities are due again */
+    bool cost_lists;
+    uint64_t refresh_ns;                      /* when the densities are due again */
+    double list_weight[KVK_EVICT_COST_COUNT]; /* what a block's cost counts, by its cost class */
     struct kvk_learn learn;
     struct kvk_ghosts ghosts;
 };
@@ -47,6 +52,10 @@ enum kvk_status kvk_evict_create(struct kvk_index *index, const struct kvk_evict
     created->index = index;
     created->policy = options->policy;
     created->block_count = options->block_count;
+    created->cost_lists = options->policy == KVK_EVICT_RP_COST && options->cost_lists;
+    for (int i = 0; i < KVK_EVICT_COST_COUNT; i++) {
+        created->list_weight[i] = pow(2, COST_LISTS_POWER * i / COST_LISTS_PER_DOUBLING);
+    }
     bool learns = options->policy == KVK_EVICT_RP_COST;
     enum kvk_status status = kvk_ghosts_init(&created->ghosts, learns ? options->ghost_count : 0);
     if (status != KVK_OK) {
@@ -143,7 +152,7 @@ static void heap_sink(const struct kvk_evict_queue *queue, const struct kvk_evic
 
 /* ---- Uses ---- */
 
-static uint8_t class_of(const struct kvk_evict *evict, uint32_t use_count)
+static uint32_t use_class(const struct kvk_evict *evict, uint32_t use_count)
 {
     if (evict->policy == KVK_EVICT_LRU || use_count <= 1) {
         return 0;
@@ -152,6 +161,37 @@ static uint8_t class_of(const struct kvk_evict *evict, uint32_t use_count)
         return 1;
     }
     return use_count <= 4 ? 2 : 3;
+}
+
+/* Blocks of less than the first block's cost do not occur; the last class is open above. */
+static uint32_t cost_class(const struct kvk_evict *evict, double cost)
+{
+    if (!evict->cost_lists || !(cost > 1)) {
+        return 0;
+    }
+    double list = COST_LISTS_PER_DOUBLING * log2(cost);
+    return list < KVK_EVICT_COST_COUNT - 1 ? (uint32_t)list : KVK_EVICT_COST_COUNT - 1;
+}
+
+static uint8_t list_of(uint32_t use, uint32_t cost)
+{
+    return (uint8_t)(use * KVK_EVICT_COST_COUNT + cost);
+}
+
+/* From one list in use to the next. */
+static uint32_t list_step(const struct kvk_evict *evict)
+{
+    return evict->cost_lists ? 1 : KVK_EVICT_COST_COUNT;
+}
+
+static uint32_t list_use_class(uint32_t list)
+{
+    return list / KVK_EVICT_COST_COUNT;
+}
+
+static uint32_t list_cost_class(uint32_t list)
+{
+    return list % KVK_EVICT_COST_COUNT;
 }
 
 /* Lowest goes first: older requests before newer ones, and of one request's blocks the deeper
@@ -187,8 +227,9 @@ static void block_use(struct kvk_evict *evict, struct kvk_block *block, bool win
         block->use_count++;
     }
     block->used_ns = now_ns;
-    block->queue_class = class_of(evict, block->use_count);
-    kvk_learn_enter(&evict->learn, block->queue_class);
+    uint32_t use = use_class(evict, block->use_count);
+    block->queue_class = list_of(use, list_cost_class(block->queue_class));
+    kvk_learn_enter(&evict->learn, use);
 }
 
 void kvk_evict_admit(struct kvk_evict *evict, struct kvk_block *block, float cost, bool windowed,
@@ -199,11 +240,12 @@ void kvk_evict_admit(struct kvk_evict *evict, struct kvk_block *block, float cos
     uint64_t age_ns;
     uint32_t use_count = 0;
     if (kvk_ghosts_take(&evict->ghosts, block->key, now_ns, &age_ns, &use_count)) {
-        kvk_learn_reuse(&evict->learn, class_of(evict, use_count), seconds_since(0, age_ns));
+        kvk_learn_reuse(&evict->learn, use_class(evict, use_count), seconds_since(0, age_ns));
     }
     block->use_count = (uint16_t)use_count;
     block->order = 0;
     block->cost = cost;
+    block->queue_class = list_of(0, cost_class(evict, (double)cost));
     block_use(evict, block, windowed, stamp, now_ns);
 }
 
@@ -221,7 +263,8 @@ void kvk_evict_use(struct kvk_evict *evict, struct kvk_block *block, bool window
         id = *heap_entry(&queue->heaps[block->queue_class], block->queue_index);
         kvk_evict_queue_remove(queue, id);
     }
-    kvk_learn_reuse(&evict->learn, block->queue_class, seconds_since(block->used_ns, now_ns));
+    kvk_learn_reuse(&evict->learn, list_use_class(block->queue_class),
+                    seconds_since(block->used_ns, now_ns));
     block_use(evict, block, windowed, stamp, now_ns);
     if (queue != NULL) {
         kvk_evict_queue_add(queue, id);
@@ -256,7 +299,7 @@ void kvk_evict_queue_finish(struct kvk_evict_queue *queue)
         free(queue->free_pages[i]);
     }
     free(queue->free_pages);
-    for (int k = 0; k < KVK_EVICT_CLASS_COUNT; k++) {
+    for (int k = 0; k < KVK_EVICT_LIST_COUNT; k++) {
         free(queue->heaps[k].pages);
     }
     *queue = (struct kvk_evict_queue){0};
@@ -265,10 +308,20 @@ void kvk_evict_queue_finish(struct kvk_evict_queue *queue)
 uint32_t kvk_evict_queue_count(const struct kvk_evict_queue *queue)
 {
     uint32_t count = 0;
-    for (int k = 0; k < KVK_EVICT_CLASS_COUNT; k++) {
+    for (int k = 0; k < KVK_EVICT_LIST_COUNT; k++) {
         count += queue->heaps[k].count;
     }
     return count;
+}
+
+static bool directory_grow(uint32_t ***directory, uint32_t count)
+{
+    uint32_t **grown = realloc(*directory, count * sizeof(**directory));
+    if (grown == NULL) {
+        return false;
+    }
+    *directory = grown;
+    return true;
 }
 
 /* Room for the addresses of `count` pages, wherever these will be. */
@@ -277,13 +330,13 @@ static bool directories_reserve(struct kvk_evict_queue *queue, uint32_t count)
     if (count <= queue->page_count_max) {
         return true;
     }
-    for (int k = -1; k < KVK_EVICT_CLASS_COUNT; k++) {
-        uint32_t ***directory = k < 0 ? &queue->free_pages : &queue->heaps[k].pages;
-        uint32_t **grown = realloc(*directory, count * sizeof(**directory));
-        if (grown == NULL) {
+    if (!directory_grow(&queue->free_pages, count)) {
+        return false;
+    }
+    for (uint32_t list = 0; list < KVK_EVICT_LIST_COUNT; list += list_step(queue->evict)) {
+        if (!directory_grow(&queue->heaps[list].pages, count)) {
             return false;
         }
-        *directory = grown;
     }
     queue->page_count_max = count;
     return true;
@@ -291,8 +344,9 @@ static bool directories_reserve(struct kvk_evict_queue *queue, uint32_t count)
 
 enum kvk_status kvk_evict_queue_reserve(struct kvk_evict_queue *queue, uint32_t count)
 {
-    /* Each heap may have a last page that is not full. */
-    uint32_t page_count = count / PAGE_BLOCKS + 1 + KVK_EVICT_CLASS_COUNT;
+    /* Each heap in use may have a last page that is not full. */
+    uint32_t list_count = KVK_EVICT_LIST_COUNT / list_step(queue->evict);
+    uint32_t page_count = count / PAGE_BLOCKS + 1 + list_count;
     if (!directories_reserve(queue, page_count)) {
         return KVK_EXHAUSTED;
     }
@@ -310,7 +364,8 @@ enum kvk_status kvk_evict_queue_reserve(struct kvk_evict_queue *queue, uint32_t 
 uint64_t kvk_evict_queue_bytes(const struct kvk_evict_queue *queue)
 {
     uint64_t page_bytes = PAGE_BLOCKS * sizeof(uint32_t) + KVK_ALLOCATION_OVERHEAD;
-    uint64_t directories = (1 + KVK_EVICT_CLASS_COUNT) * sizeof(uint32_t *);
+    uint32_t list_count = KVK_EVICT_LIST_COUNT / list_step(queue->evict);
+    uint64_t directories = (1 + list_count) * sizeof(uint32_t *);
     return queue->page_count * page_bytes + queue->page_count_max * directories;
 }
 
@@ -366,8 +421,13 @@ double kvk_evict_score(const struct kvk_evict_queue *queue, const struct kvk_blo
         return (double)block->order;
     }
     double age_s = seconds_since(block->used_ns, now_ns);
-    double density = kvk_learn_density(&evict->learn, block->queue_class, age_s);
-    return density * (double)queue->weight * (queue->weigh_cost ? sqrt((double)block->cost) : 1);
+    double density = kvk_learn_density(&evict->learn, list_use_class(block->queue_class), age_s);
+    double weight = (double)queue->weight;
+    if (queue->weigh_cost) {
+        weight *= evict->cost_lists ? evict->list_weight[list_cost_class(block->queue_class)]
+                                    : sqrt((double)block->cost);
+    }
+    return density * weight;
 }
 
 uint32_t kvk_evict_queue_peek(struct kvk_evict_queue *queue, uint64_t now_ns, double *score)
@@ -375,8 +435,8 @@ uint32_t kvk_evict_queue_peek(struct kvk_evict_queue *queue, uint64_t now_ns, do
     refresh_when_due(queue->evict, now_ns);
     uint32_t victim = KVK_BLOCK_NONE;
     double least = 0;
-    for (int k = 0; k < KVK_EVICT_CLASS_COUNT; k++) {
-        const struct kvk_evict_heap *heap = &queue->heaps[k];
+    for (uint32_t list = 0; list < KVK_EVICT_LIST_COUNT; list += list_step(queue->evict)) {
+        const struct kvk_evict_heap *heap = &queue->heaps[list];
         if (heap->count == 0) {
             continue;
         }

@@ -11,6 +11,10 @@
  * lowest expected hits per second of further stay, times the square root of its cost where the
  * next step down is to be forgotten. Refreshed every 10 s of the policy's clock with decay.
  *
+ * With cost lists each class is kept in eight lists more, by cost in half octaves, and the victim
+ * is chosen among the heads of all of them: a cheap block need not wait behind a dear one that is
+ * older. What is learned stays by use count alone. Costs then count with the power 0.65.
+ *
  * Locking: every function needs the cache lock.
  */
 #ifndef KVK_INDEX_EVICT_H
@@ -28,6 +32,8 @@ enum kvk_evict_policy {
 };
 
 #define KVK_EVICT_CLASS_COUNT 4
+#define KVK_EVICT_COST_COUNT 8 /* lists of each class, where there are cost lists */
+#define KVK_EVICT_LIST_COUNT (KVK_EVICT_CLASS_COUNT * KVK_EVICT_COST_COUNT)
 
 struct kvk_evict; /* what was learned, and the ghosts; shared by all queues of its blocks */
 
@@ -35,6 +41,7 @@ struct kvk_evict_options {
     enum kvk_evict_policy policy;
     uint32_t ghost_count; /* evicted keys remembered; about 4 times the blocks of capacity */
     uint32_t block_count; /* capacity in blocks as known: weighs the prior; may change later */
+    bool cost_lists;      /* of KVK_EVICT_RP_COST */
 };
 
 KVK_CHECKED enum kvk_status kvk_evict_create(struct kvk_index *index,
@@ -82,7 +89,7 @@ struct kvk_evict_queue {
     enum kvk_tier tier;
     bool weigh_cost; /* the next step down from here is to be forgotten */
     float weight;    /* of one block against other queues': cost of its first block per byte */
-    struct kvk_evict_heap heaps[KVK_EVICT_CLASS_COUNT];
+    struct kvk_evict_heap heaps[KVK_EVICT_LIST_COUNT]; /* by kvk_block.queue_class */
     uint32_t **free_pages; /* [page_count_max], ours; the first free_page_count are free */
     uint32_t free_page_count;
     uint32_t page_count;

@@ -45,13 +45,20 @@ void kvk_learn_init(struct kvk_learn *learn)
     }
 }
 
-static uint32_t age_bucket(double age_s)
+/* 1 + 2.5 log2(2 age), but by comparing: the power of two that the age begins with names a bucket
+ * at most two below its own. It is asked for every candidate of every eviction. */
+static uint32_t age_bucket(const struct kvk_learn *learn, double age_s)
 {
     if (age_s < AGE_FIRST_S) {
         return 0;
     }
-    double bucket = 1 + AGES_PER_DOUBLING * log2(age_s / AGE_FIRST_S);
-    return bucket < AGE_COUNT - 1 ? (uint32_t)bucket : AGE_COUNT - 1;
+    int doublings = ilogb(age_s / AGE_FIRST_S);
+    double at_least = 1 + floor(AGES_PER_DOUBLING * doublings);
+    uint32_t bucket = at_least < AGE_COUNT - 1 ? (uint32_t)at_least : AGE_COUNT - 1;
+    while (bucket < AGE_COUNT - 1 && age_s >= learn->age_edge[bucket + 1]) {
+        bucket++;
+    }
+    return bucket;
 }
 
 void kvk_learn_enter(struct kvk_learn *learn, uint32_t class_index)
@@ -63,13 +70,13 @@ void kvk_learn_enter(struct kvk_learn *learn, uint32_t class_index)
 void kvk_learn_reuse(struct kvk_learn *learn, uint32_t class_index, double age_s)
 {
     KVK_ASSERT(class_index < CLASS_COUNT);
-    learn->reused[class_index][age_bucket(age_s)] += 1;
+    learn->reused[class_index][age_bucket(learn, age_s)] += 1;
 }
 
 double kvk_learn_density(const struct kvk_learn *learn, uint32_t class_index, double age_s)
 {
     KVK_ASSERT(class_index < CLASS_COUNT);
-    return learn->density[class_index][age_bucket(age_s)];
+    return learn->density[class_index][age_bucket(learn, age_s)];
 }
 
 /* Seconds that a block spends in a bucket of age. */

@@ -18,6 +18,8 @@ static struct kvk_evict *evict;
 static struct kvk_evict_queue queue;
 static uint32_t root;
 
+static bool cost_lists; /* for the next begin() */
+
 static void begin(enum kvk_evict_policy policy, uint32_t capacity)
 {
     static const uint8_t secret[KVK_SECRET_SIZE] = {42};
@@ -25,7 +27,11 @@ static void begin(enum kvk_evict_policy policy, uint32_t capacity)
     blocks = chain_index(4 * capacity, 16);
     root = chain_root(blocks, &hasher, "m", 1);
     const struct kvk_evict_options options = {
-        .policy = policy, .ghost_count = 4 * capacity, .block_count = capacity};
+        .policy = policy,
+        .ghost_count = 4 * capacity,
+        .block_count = capacity,
+        .cost_lists = cost_lists,
+    };
     enum kvk_status status = kvk_evict_create(blocks, &options, &evict);
     cr_assert_eq(status, KVK_OK);
     kvk_evict_queue_init(&queue, evict, KVK_TIER_DEVICE, true, 1);
@@ -177,7 +183,7 @@ Test(index_evict, use_counts_saturate)
         kvk_evict_use(evict, block, false, stamp, stamp);
     }
     cr_assert_eq(block->use_count, UINT16_MAX);
-    cr_assert_eq(block->queue_class, 3);
+    cr_assert_eq(block->queue_class / KVK_EVICT_COST_COUNT, 3);
     end();
 }
 
@@ -186,7 +192,7 @@ static void drain_and_refill(uint64_t now_ns)
 {
     uint32_t count = kvk_evict_queue_count(&queue);
     uint32_t *drained = calloc(count + 1, sizeof(*drained));
-    uint64_t orders[KVK_EVICT_CLASS_COUNT] = {0};
+    uint64_t orders[KVK_EVICT_LIST_COUNT] = {0};
     for (uint32_t i = 0; i < count; i++) {
         drained[i] = pop(now_ns);
         const struct kvk_block *block = kvk_index_block(blocks, drained[i]);
@@ -203,8 +209,10 @@ static void drain_and_refill(uint64_t now_ns)
 /* Random adds, removes and uses against a plain list that is searched for its least. */
 Test(index_evict, queues_against_a_plain_list)
 {
-    for (int policy = KVK_EVICT_LRU; policy <= KVK_EVICT_RP_COST; policy++) {
-        begin((enum kvk_evict_policy)policy, 2000);
+    /* Both policies, and at last the second one with cost lists. */
+    for (int policy = KVK_EVICT_LRU; policy <= KVK_EVICT_RP_COST + 1; policy++) {
+        cost_lists = policy > KVK_EVICT_RP_COST;
+        begin(policy == KVK_EVICT_LRU ? KVK_EVICT_LRU : KVK_EVICT_RP_COST, 2000);
         struct kvk_random random;
         kvk_random_init(&random, 5);
         enum { COUNT = 1500 };
@@ -258,10 +266,11 @@ Test(index_evict, queues_against_a_plain_list)
 
 Test(index_evict, a_queue_has_room_for_all_in_any_class)
 {
+    cost_lists = true;
     begin(KVK_EVICT_RP_COST, 1000);
     static uint32_t ids[4000];
     for (uint32_t i = 0; i < 4000; i++) {
-        ids[i] = block_new(i, 1, false, 1, 0);
+        ids[i] = block_new(i, (float)(1 + i % 30), false, 1, 0);
         kvk_evict_queue_add(&queue, ids[i]);
     }
     /* All move to the second class, to the third, to the last, without asking for more. */
@@ -307,6 +316,29 @@ Test(index_evict, the_cheaper_of_two_classes_goes_first)
     end();
 }
 
+/* With cost lists a cheap block goes before an older dear one of its class. */
+Test(index_evict, cost_lists_find_what_is_cheap)
+{
+    for (int lists = 0; lists < 2; lists++) {
+        cost_lists = lists > 0;
+        begin(KVK_EVICT_RP_COST, 10);
+        uint32_t dear = block_new(1, 8.5F, false, 1, 0);
+        uint32_t cheap = block_new(2, 1, false, 2, SECOND / 10);
+        kvk_evict_queue_add(&queue, dear);
+        kvk_evict_queue_add(&queue, cheap);
+        cr_assert_eq(kvk_evict_queue_peek(&queue, SECOND / 5, NULL), cost_lists ? cheap : dear);
+        end();
+    }
+    begin(KVK_EVICT_RP_COST, 10);
+    static const float costs[] = {0.5F, 1, 1.4F, 1.42F, 2.01F, 11.2F, 11.4F, 1000};
+    static const uint8_t classes[] = {0, 0, 0, 1, 2, 6, 7, 7};
+    for (uint32_t i = 0; i < 8; i++) {
+        uint32_t id = block_new(i, costs[i], false, 1, 0);
+        cr_assert_eq(kvk_index_block(blocks, id)->queue_class, classes[i], "cost %f", costs[i]);
+    }
+    end();
+}
+
 /* Blocks that come back every minute are kept over those used once, though these are younger. */
 Test(index_evict, it_learns_which_class_comes_back)
 {
@@ -345,7 +377,7 @@ Test(index_evict, an_evicted_block_that_comes_back_is_not_new)
     block_drop(id);
     id = block_new(1, 1, false, 3, 5 * SECOND);
     cr_assert_eq(kvk_index_block(blocks, id)->use_count, 3);
-    cr_assert_eq(kvk_index_block(blocks, id)->queue_class, 2);
+    cr_assert_eq(kvk_index_block(blocks, id)->queue_class / KVK_EVICT_COST_COUNT, 2);
     id = block_new(2, 1, false, 3, 5 * SECOND);
     cr_assert_eq(kvk_index_block(blocks, id)->use_count, 1);
     end();
