@@ -376,6 +376,7 @@ struct kvk_cache {
     bool purge_wanted;
     uint32_t stray_next;      /* group whose strays are counted next */
     uint32_t tidy_next;       /* group that is tidied next */
+    uint32_t give_next;       /* group that is asked for a slab next, where nobody offers one */
     uint64_t passing_holds;   /* of calls that work without the lock now: kvk_block_borrow() */
     uint32_t moves_under_way; /* blocks that are being copied between tiers, now */
     struct kvk_refusal refusals[KVK_REFUSAL_COUNT]; /* ring */

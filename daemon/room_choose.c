@@ -8,6 +8,7 @@
 
 #define SLAB_CANDIDATES 4
 #define TREE_VISITS_MAX 4096
+#define ANY_SLOTS_MAX 65536
 
 /* ---- Groups ---- */
 
@@ -68,9 +69,30 @@ struct victim {
     double score;
 };
 
+static struct victim host_victim(struct kvk_cache *cache, struct kvk_group *group)
+{
+    uint64_t now = kvk_policy_now(cache);
+    struct victim victim = {.tier = KVK_TIER_HOST};
+    victim.block = kvk_evict_queue_peek(&group->tiers[KVK_TIER_HOST].queue, now, &victim.score);
+    if (victim.block != KVK_BLOCK_NONE || !group->tiers[KVK_TIER_DEVICE].present) {
+        return victim;
+    }
+    /* A second copy, made ahead of need, goes before anybody is refused. */
+    victim.block = kvk_evict_queue_peek(&group->tiers[KVK_TIER_DEVICE].clean, now, &victim.score);
+    if (victim.block != KVK_BLOCK_NONE &&
+        kvk_index_block(cache->index, victim.block)->pin_count[KVK_TIER_HOST] > 0) {
+        victim.block = KVK_BLOCK_NONE;
+    }
+    return victim;
+}
+
 static bool host_has_room(struct kvk_cache *cache, struct kvk_group *group)
 {
     struct kvk_room_choice choice;
+    if (kvk_room_free_slots(group, KVK_TIER_HOST) > 0 ||
+        host_victim(cache, group).block != KVK_BLOCK_NONE) {
+        return true; /* nearly always, and without looking at other groups */
+    }
     kvk_room_choose(cache, group, KVK_TIER_HOST, NULL, &choice);
     return choice.step != KVK_ROOM_NOTHING && choice.step != KVK_ROOM_WAIT;
 }
@@ -111,23 +133,6 @@ static struct victim device_victim(struct kvk_cache *cache, struct kvk_group *gr
     victim.block = kvk_evict_queue_peek(&at->queue, now, &victim.score);
     if (victim.block != KVK_BLOCK_NONE &&
         !kvk_block_is_leaf(group, kvk_index_block(cache->index, victim.block))) {
-        victim.block = KVK_BLOCK_NONE;
-    }
-    return victim;
-}
-
-static struct victim host_victim(struct kvk_cache *cache, struct kvk_group *group)
-{
-    uint64_t now = kvk_policy_now(cache);
-    struct victim victim = {.tier = KVK_TIER_HOST};
-    victim.block = kvk_evict_queue_peek(&group->tiers[KVK_TIER_HOST].queue, now, &victim.score);
-    if (victim.block != KVK_BLOCK_NONE || !group->tiers[KVK_TIER_DEVICE].present) {
-        return victim;
-    }
-    /* A second copy, made ahead of need, goes before anybody is refused. */
-    victim.block = kvk_evict_queue_peek(&group->tiers[KVK_TIER_DEVICE].clean, now, &victim.score);
-    if (victim.block != KVK_BLOCK_NONE &&
-        kvk_index_block(cache->index, victim.block)->pin_count[KVK_TIER_HOST] > 0) {
         victim.block = KVK_BLOCK_NONE;
     }
     return victim;
@@ -222,9 +227,10 @@ static bool slab_may_go(struct kvk_cache *cache, struct kvk_group *group, enum k
     return true;
 }
 
-/* The slab of the group that is worth least of a few: that of its next victim, and the emptiest. */
+/* The slab of the group that is worth least of a few: that of its next victim, and the emptiest.
+ * `slots` counts those looked at. */
 static uint32_t slab_find(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
-                          double *mean)
+                          double *mean, uint64_t *slots)
 {
     const struct kvk_arena *arena = &group->tiers[tier].arena;
     uint32_t candidates[SLAB_CANDIDATES];
@@ -242,6 +248,7 @@ static uint32_t slab_find(struct kvk_cache *cache, struct kvk_group *group, enum
     uint32_t best = KVK_SLAB_NONE;
     for (uint32_t i = 0; i < count; i++) {
         double worth;
+        *slots += arena->slabs[candidates[i]].slot_count;
         if (slab_may_go(cache, group, tier, candidates[i], &worth) &&
             (best == KVK_SLAB_NONE || worth < *mean)) {
             best = candidates[i];
@@ -288,6 +295,25 @@ static bool is_better(const struct giver *a, const struct giver *b)
     return a->score < b->score;
 }
 
+/* What the group's next victim in the tier is worth. False: it has none. */
+static bool head_score(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
+                       double *score)
+{
+    struct kvk_group_tier *at = &group->tiers[tier];
+    struct kvk_evict_queue *queues[] = {&at->queue, &at->clean, &at->held};
+    uint64_t now = kvk_policy_now(cache);
+    bool any = false;
+    for (size_t i = 0; i < sizeof(queues) / sizeof(queues[0]); i++) {
+        double head;
+        if (kvk_evict_queue_peek(queues[i], now, &head) != KVK_BLOCK_NONE &&
+            (!any || head < *score)) {
+            *score = head;
+            any = true;
+        }
+    }
+    return any;
+}
+
 /* Who should give a slab, the asking group apart. Slabs are not passed to and fro between tenants
  * that are nearly equal: two slabs' difference is let be. */
 static struct giver giver_find(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
@@ -301,49 +327,47 @@ static struct giver giver_find(struct kvk_cache *cache, struct kvk_group *group,
     uint32_t number = 0;
     struct kvk_group *other;
     while ((other = kvk_room_next_group(cache, tier, &number)) != NULL) {
-        if (!may_give(group, other, tier, want) || victims_count(other, tier) == 0) {
+        struct giver giver = {.group = other, .claim = CLAIM_OTHERS};
+        if (!may_give(group, other, tier, want) || !head_score(cache, other, tier, &giver.score)) {
             continue;
         }
         uint32_t tenant = other->space->tenant->index;
         uint64_t slab = slab_bytes(group, tier) > slab_bytes(other, tier) ? slab_bytes(group, tier)
                                                                           : slab_bytes(other, tier);
-        struct giver giver = {.group = other, .claim = CLAIM_OTHERS};
         giver.over_bytes = (double)bytes[tenant] - share;
         if (tenant == asking) {
             giver.claim = CLAIM_TENANT;
         } else if (giver.over_bytes > 0 && giver.over_bytes > asking_over + 2 * (double)slab) {
             giver.claim = CLAIM_OVER;
         }
-        struct victim victim = own_victim(cache, other, tier);
-        giver.score = victim.score;
-        if (victim.block != KVK_BLOCK_NONE && is_better(&giver, &best)) {
+        if (is_better(&giver, &best)) {
             best = giver;
         }
     }
     return best;
 }
 
-/* Any slab that can go at all, where the best giver has none. */
+/* Any slab that can go at all, where the best giver has none. It looks at a bounded number of slots
+ * and begins with another group each time. */
 static bool any_slab_find(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
                           const struct kvk_room_want *want, struct giver *giver)
 {
-    double least = 0;
-    uint32_t number = 0;
-    struct kvk_group *other;
-    giver->group = NULL;
-    while ((other = kvk_room_next_group(cache, tier, &number)) != NULL) {
-        double mean = 0;
-        if (!may_give(group, other, tier, want)) {
+    uint64_t slots = 0;
+    for (uint32_t i = 0; i < cache->group_end && slots < ANY_SLOTS_MAX; i++) {
+        cache->give_next = cache->give_next + 1 < cache->group_end ? cache->give_next + 1 : 0;
+        struct kvk_group *other = cache->groups[cache->give_next];
+        double mean;
+        if (other == NULL || !other->tiers[tier].present || !may_give(group, other, tier, want)) {
             continue;
         }
-        uint32_t slab = slab_find(cache, other, tier, &mean);
-        if (slab != KVK_SLAB_NONE && (giver->group == NULL || mean < least)) {
+        uint32_t slab = slab_find(cache, other, tier, &mean, &slots);
+        if (slab != KVK_SLAB_NONE) {
             giver->group = other;
             giver->slab = slab;
-            least = mean;
+            return true;
         }
     }
-    return giver->group != NULL;
+    return false;
 }
 
 /* ---- The choice ---- */
@@ -427,11 +451,12 @@ static void choose_victim(struct kvk_cache *cache, struct kvk_group *group, enum
         giver = giver_find(cache, group, tier, want);
     }
     double mean = 0;
+    uint64_t slots = 0;
     bool others_first =
         giver.group != NULL && (!own || giver.claim == CLAIM_OVER ||
                                 (giver.claim == CLAIM_TENANT && giver.score < victim.score));
     if (others_first) {
-        giver.slab = slab_find(cache, giver.group, tier, &mean);
+        giver.slab = slab_find(cache, giver.group, tier, &mean, &slots);
         /* Within a tenant only worth decides: that of the whole slab that would go. */
         if (giver.slab != KVK_SLAB_NONE &&
             (!own || giver.claim == CLAIM_OVER || mean <= victim.score)) {
