@@ -94,6 +94,36 @@ static enum kvk_status read_take(const Kvkeep__V1__ReadBlocksResponse *message,
     return KVK_OK;
 }
 
+/* Everything that the daemon sends, into `data`. */
+static enum kvk_status read_all(struct kvkeep_stream *stream, uint64_t first_block,
+                                uint64_t shard_bytes, void *data, uint64_t size_bytes,
+                                struct kvk_error *error)
+{
+    enum kvk_status status = KVK_OK;
+    uint64_t expected = 0;
+    while (status == KVK_OK) {
+        Kvkeep__V1__ReadBlocksResponse *message =
+            (Kvkeep__V1__ReadBlocksResponse *)kvkeep_stream_receive(
+                stream, &kvkeep__v1__read_blocks_response__descriptor);
+        if (message == NULL) {
+            break;
+        }
+        status = read_take(message, first_block, shard_bytes, data, size_bytes, &expected, error);
+        kvkeep__v1__read_blocks_response__free_unpacked(message, NULL);
+    }
+    if (status != KVK_OK) {
+        kvkeep_stream_cancel(stream);
+        (void)kvkeep_stream_finish(stream, NULL);
+        return status;
+    }
+    status = kvkeep_stream_finish(stream, error);
+    if (status == KVK_OK && expected != size_bytes) {
+        status = kvk_fail(error, KVK_INTERNAL, KVK_CAUSE_NONE, "",
+                          "the daemon sent fewer bytes than were asked for");
+    }
+    return status;
+}
+
 enum kvk_status kvkeep_read(struct kvkeep_session *session, const struct kvkeep_sequence *sequence,
                             const struct kvkeep_lease *lease, uint32_t group, uint32_t rank,
                             uint64_t first_block, uint64_t block_count, void *data,
@@ -121,30 +151,10 @@ enum kvk_status kvkeep_read(struct kvkeep_session *session, const struct kvkeep_
     request.rank = rank;
     request.first_block = first_block;
     request.block_count = block_count;
-    uint64_t expected = 0;
-    bool asked = kvkeep_stream_send(stream, &request.base) && kvkeep_stream_half_close(stream);
-    while (asked && status == KVK_OK) {
-        Kvkeep__V1__ReadBlocksResponse *message =
-            (Kvkeep__V1__ReadBlocksResponse *)kvkeep_stream_receive(
-                stream, &kvkeep__v1__read_blocks_response__descriptor);
-        if (message == NULL) {
-            break;
-        }
-        status = read_take(message, first_block, size_bytes / block_count, data, size_bytes,
-                           &expected, error);
-        kvkeep__v1__read_blocks_response__free_unpacked(message, NULL);
+    if (!kvkeep_stream_send(stream, &request.base) || !kvkeep_stream_half_close(stream)) {
+        return kvkeep_stream_finish(stream, error);
     }
-    if (status != KVK_OK) {
-        kvkeep_stream_cancel(stream);
-        (void)kvkeep_stream_finish(stream, NULL);
-        return status;
-    }
-    status = kvkeep_stream_finish(stream, error);
-    if (status == KVK_OK && expected != size_bytes) {
-        status = kvk_fail(error, KVK_INTERNAL, KVK_CAUSE_NONE, "",
-                          "the daemon sent fewer bytes than were asked for");
-    }
-    return status;
+    return read_all(stream, first_block, size_bytes / block_count, data, size_bytes, error);
 }
 
 /* ---- attention ---- */

@@ -23,7 +23,7 @@ const char *kvkeep_default_target(void)
     static char path[KVK_SOCKET_PATH_SIZE + sizeof "unix:"];
     char socket_path[KVK_SOCKET_PATH_SIZE];
     kvk_socket_path_client(socket_path);
-    snprintf(path, sizeof path, "unix:%s", socket_path);
+    (void)snprintf(path, sizeof path, "unix:%s", socket_path);
     return path;
 }
 
@@ -128,7 +128,7 @@ ProtobufCBinaryData kvkeep_text(const char *text)
 
 static void text_copy(char *target, size_t size, ProtobufCBinaryData data)
 {
-    snprintf(target, size, "%.*s", (int)data.len, data.data == NULL ? "" : (char *)data.data);
+    (void)snprintf(target, size, "%.*s", (int)data.len, data.data == NULL ? "" : (char *)data.data);
 }
 
 enum kvk_status kvkeep_server_info(struct kvkeep_client *client, struct kvkeep_server_info *info,

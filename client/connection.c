@@ -141,8 +141,8 @@ static bool detail_read(const uint8_t *bytes, size_t size, struct kvk_error *err
         error->value = detail->value;
         error->limit = detail->limit;
         error->retry_after_ms = detail->retry_after_ms;
-        snprintf(error->field, sizeof error->field, "%.*s", (int)detail->field.len,
-                 detail->field.data == NULL ? "" : (const char *)detail->field.data);
+        (void)snprintf(error->field, sizeof error->field, "%.*s", (int)detail->field.len,
+                       detail->field.data == NULL ? "" : (const char *)detail->field.data);
         kvkeep__v1__error_detail__free_unpacked(detail, NULL);
         found = true;
     }
@@ -193,7 +193,7 @@ enum kvk_status kvkeep_connection_create(const char *target, const char *token,
             free(new);
             return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for a token");
         }
-        snprintf(new->authorization, size, "Bearer %s", token);
+        (void)snprintf(new->authorization, size, "Bearer %s", token);
     }
     grpc_init();
     pthread_mutex_init(&new->mutex, NULL);

@@ -166,9 +166,9 @@ int ctl_status(const struct ctl_options *options, int argc, char **argv)
                                  "admin", info.admin, "uptime_ms", (json_int_t)info.uptime_ms,
                                  "tiers", tiers_json(occupancy)));
     } else {
-        printf("kvkeepd %s, up %s, device %s (%s), policy %s, you are %s%s\n\n", info.version,
-               ctl_duration_ms(info.uptime_ms), info.device, info.device_path, info.policy,
-               info.tenant, info.admin ? " (admin)" : "");
+        (void)printf("kvkeepd %s, up %s, device %s (%s), policy %s, you are %s%s\n\n", info.version,
+                     ctl_duration_ms(info.uptime_ms), info.device, info.device_path, info.policy,
+                     info.tenant, info.admin ? " (admin)" : "");
         tiers_print(occupancy);
     }
     kvkeep__v1__get_occupancy_response__free_unpacked(occupancy, NULL);
@@ -391,7 +391,7 @@ int ctl_sequences(const struct ctl_options *options, int argc, char **argv)
     } else {
         ctl_table_print(&table);
         if (response->more) {
-            printf("… and more; see --limit\n");
+            (void)printf("… and more; see --limit\n");
         }
     }
     json_decref(list);
@@ -443,7 +443,7 @@ int ctl_leases(const struct ctl_options *options, int argc, char **argv)
     } else {
         ctl_table_print(&table);
         if (response->more) {
-            printf("… and more; see --limit\n");
+            (void)printf("… and more; see --limit\n");
         }
     }
     json_decref(list);
@@ -525,7 +525,7 @@ static const char *cause_text(Kvkeep__V1__Cause cause)
 
 static void why_print(const Kvkeep__V1__WhyResponse *response)
 {
-    printf("%s\n\n", ctl_text(response->advice));
+    (void)printf("%s\n\n", ctl_text(response->advice));
     static const char *const tier_titles[] = {"-tier",     "limit",     "active",  "leased",
                                               "evictable", "growth",    "copying", "quarantine",
                                               "scattered", "admissible"};
@@ -542,10 +542,10 @@ static void why_print(const Kvkeep__V1__WhyResponse *response)
     }
     ctl_table_print(&table);
     if (response->n_refusals == 0) {
-        printf("\nNothing was refused lately.\n");
+        (void)printf("\nNothing was refused lately.\n");
         return;
     }
-    putchar('\n');
+    (void)putchar('\n');
     static const char *const titles[] = {"age",    "-tenant", "-call",
                                          "-cause", "needed",  "-sentence"};
     ctl_table_init(&table, 6, titles);
@@ -643,7 +643,7 @@ int ctl_stats(const struct ctl_options *options, int argc, char **argv)
         if (options->json) {
             json_object_set_new(object, ctl_text(stat->name), json_real(stat->value));
         } else {
-            printf("%s %.17g\n", ctl_text(stat->name), stat->value);
+            (void)printf("%s %.17g\n", ctl_text(stat->name), stat->value);
         }
     }
     if (options->json) {

@@ -15,6 +15,8 @@
 #define BLOCK_TOKENS 16
 #define BLOCK_BYTES (256 << 10)
 #define LOOKUPS 2000
+#define MIDDLE (LOOKUPS / 2)
+#define NEARLY_LAST (LOOKUPS - LOOKUPS / 100)
 
 struct bench {
     struct kvkeep_client *client;
@@ -53,10 +55,10 @@ static bool bench_lookup(struct bench *bench, uint64_t token_count)
     }
     qsort(took_ns, LOOKUPS, sizeof took_ns[0], compare_u64);
     char name[64];
-    snprintf(name, sizeof name, "lookup_%llu_p50", (unsigned long long)token_count);
-    result_add(bench, name, (double)took_ns[LOOKUPS / 2] / 1000, "us");
-    snprintf(name, sizeof name, "lookup_%llu_p99", (unsigned long long)token_count);
-    result_add(bench, name, (double)took_ns[LOOKUPS * 99 / 100] / 1000, "us");
+    (void)snprintf(name, sizeof name, "lookup_%llu_p50", (unsigned long long)token_count);
+    result_add(bench, name, (double)took_ns[MIDDLE] / 1000, "us");
+    (void)snprintf(name, sizeof name, "lookup_%llu_p99", (unsigned long long)token_count);
+    result_add(bench, name, (double)took_ns[NEARLY_LAST] / 1000, "us");
     return true;
 }
 
@@ -152,9 +154,9 @@ int ctl_bench(const struct ctl_options *options, int argc, char **argv)
     json_array_foreach(bench.results, index, result)
     {
         if (done && !options->json) {
-            printf("  %-24s %10.2f %s\n", json_string_value(json_object_get(result, "name")),
-                   json_number_value(json_object_get(result, "value")),
-                   json_string_value(json_object_get(result, "unit")));
+            (void)printf("  %-24s %10.2f %s\n", json_string_value(json_object_get(result, "name")),
+                         json_number_value(json_object_get(result, "value")),
+                         json_string_value(json_object_get(result, "unit")));
         }
     }
     int code = done ? CTL_OK : ctl_fail("bench", &bench.error);

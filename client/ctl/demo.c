@@ -4,6 +4,8 @@
  * every byte that they read. Then a table: what was asked, what was hit against a cache without
  * end, what it cost.
  */
+#include "client/ctl/demo.h"
+
 #include <getopt.h>
 #include <signal.h>
 #include <stdio.h>
@@ -15,7 +17,6 @@
 #include <unistd.h>
 
 #include "base/clock.h"
-#include "client/ctl/demo.h"
 
 struct demo {
     const struct ctl_options *options;
@@ -36,7 +37,7 @@ static uint64_t read_count(const _Atomic uint64_t *counter)
 static bool worker_start(struct demo *demo, uint32_t number)
 {
     uint64_t seed = demo->settings->seed * 1000003 + demo->lives++;
-    fflush(stdout);
+    (void)fflush(stdout);
     pid_t pid = fork();
     if (pid == 0) {
         _exit(demo_worker_run(demo->options, demo->settings, demo->shared, number, seed));
@@ -65,8 +66,8 @@ static uint32_t workers_watch(struct demo *demo)
         } else if (!WIFEXITED(status) || WEXITSTATUS(status) != CTL_OK) {
             if (atomic_fetch_add(&demo->shared->failures, WIFSIGNALED(status) ? 1 : 0) == 0 &&
                 WIFSIGNALED(status)) {
-                snprintf(demo->shared->failure, sizeof demo->shared->failure,
-                         "a worker died of signal %d", WTERMSIG(status));
+                (void)snprintf(demo->shared->failure, sizeof demo->shared->failure,
+                               "a worker died of signal %d", WTERMSIG(status));
             }
         }
     }
@@ -103,34 +104,38 @@ static void demo_print(const struct demo *demo)
     uint64_t blocks = read_count(&shared->blocks);
     double hit = share_of(read_count(&shared->hit_blocks), blocks);
     double ceiling = share_of(read_count(&shared->ceiling_blocks), blocks);
-    printf("\n  requests             %s in %.1f s by %llu workers\n",
-           ctl_count(read_count(&shared->requests)), seconds,
-           (unsigned long long)demo->settings->workers);
-    printf("  prompt blocks        %s\n", ctl_count(blocks));
-    printf("  hit ratio            %.1f %% (a cache without end: %.1f %%)\n", hit, ceiling);
-    printf("  look-up              p50 %.0f us, p99 %.0f us\n", latency_us(shared, 0.5),
-           latency_us(shared, 0.99));
-    printf("  K/V written          %s (%s tokens)\n", ctl_bytes(read_count(&shared->bytes_written)),
-           ctl_count(read_count(&shared->tokens_written)));
-    printf("  K/V verified         %s mapped, %s through gRPC, %s wrong\n",
-           ctl_bytes(read_count(&shared->bytes_verified)),
-           ctl_bytes(read_count(&shared->bytes_streamed)),
-           ctl_count(read_count(&shared->mismatches)));
-    printf("  preempted            %s times, %s moved\n", ctl_count(read_count(&shared->swaps)),
-           ctl_bytes(read_count(&shared->swapped_bytes)));
-    printf("  forks, drafts        %s, %s tokens\n", ctl_count(read_count(&shared->forks)),
-           ctl_count(read_count(&shared->drafts)));
-    printf("  leases               %s, %s blocks had moved on when read\n",
-           ctl_count(read_count(&shared->leases)), ctl_count(read_count(&shared->lost_reads)));
-    printf("  crashes on purpose   %s\n", ctl_count(read_count(&shared->crashes)));
-    printf("  refused for room     %s times, tried again\n",
-           ctl_count(read_count(&shared->refusals)));
+    (void)printf("\n  requests             %s in %.1f s by %llu workers\n",
+                 ctl_count(read_count(&shared->requests)), seconds,
+                 (unsigned long long)demo->settings->workers);
+    (void)printf("  prompt blocks        %s\n", ctl_count(blocks));
+    (void)printf("  hit ratio            %.1f %% (a cache without end: %.1f %%)\n", hit, ceiling);
+    (void)printf("  look-up              p50 %.0f us, p99 %.0f us\n", latency_us(shared, 0.5),
+                 latency_us(shared, 0.99));
+    (void)printf("  K/V written          %s (%s tokens)\n",
+                 ctl_bytes(read_count(&shared->bytes_written)),
+                 ctl_count(read_count(&shared->tokens_written)));
+    (void)printf("  K/V verified         %s mapped, %s through gRPC, %s wrong\n",
+                 ctl_bytes(read_count(&shared->bytes_verified)),
+                 ctl_bytes(read_count(&shared->bytes_streamed)),
+                 ctl_count(read_count(&shared->mismatches)));
+    (void)printf("  preempted            %s times, %s moved\n",
+                 ctl_count(read_count(&shared->swaps)),
+                 ctl_bytes(read_count(&shared->swapped_bytes)));
+    (void)printf("  forks, drafts        %s, %s tokens\n", ctl_count(read_count(&shared->forks)),
+                 ctl_count(read_count(&shared->drafts)));
+    (void)printf("  leases               %s, %s blocks had moved on when read\n",
+                 ctl_count(read_count(&shared->leases)),
+                 ctl_count(read_count(&shared->lost_reads)));
+    (void)printf("  crashes on purpose   %s\n", ctl_count(read_count(&shared->crashes)));
+    (void)printf("  refused for room     %s times, tried again\n",
+                 ctl_count(read_count(&shared->refusals)));
 }
 
 static void demo_json(const struct demo *demo)
 {
     struct demo_shared *shared = demo->shared;
     uint64_t blocks = read_count(&shared->blocks);
+    uint64_t verified = read_count(&shared->bytes_verified) + read_count(&shared->bytes_streamed);
     ctl_json_print(json_pack(
         "{s:I, s:f, s:f, s:f, s:f, s:f, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "requests",
         (json_int_t)read_count(&shared->requests), "seconds",
@@ -138,8 +143,7 @@ static void demo_json(const struct demo *demo)
         share_of(read_count(&shared->hit_blocks), blocks) / 100, "ceiling_block_hit_ratio",
         share_of(read_count(&shared->ceiling_blocks), blocks) / 100, "lookup_p50_us",
         latency_us(shared, 0.5), "lookup_p99_us", latency_us(shared, 0.99), "bytes_written",
-        (json_int_t)read_count(&shared->bytes_written), "bytes_verified",
-        (json_int_t)(read_count(&shared->bytes_verified) + read_count(&shared->bytes_streamed)),
+        (json_int_t)read_count(&shared->bytes_written), "bytes_verified", (json_int_t)verified,
         "mismatches", (json_int_t)read_count(&shared->mismatches), "swaps",
         (json_int_t)read_count(&shared->swaps), "forks", (json_int_t)read_count(&shared->forks),
         "crashes", (json_int_t)read_count(&shared->crashes), "refusals",
@@ -152,10 +156,10 @@ static int demo_after(const struct demo *demo)
 {
     char name[] = "tenants";
     char *arguments[] = {name, NULL};
-    printf("\n");
+    (void)printf("\n");
     optind = 1;
     int code = ctl_tenants(demo->options, 1, arguments);
-    printf("\n");
+    (void)printf("\n");
     optind = 1;
     code = code == CTL_OK ? ctl_status(demo->options, 1, arguments) : code;
     return code;
@@ -167,7 +171,7 @@ static int demo_run(const struct ctl_options *options, const struct demo_setting
     demo.shared =
         mmap(NULL, sizeof *demo.shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (demo.shared == MAP_FAILED) {
-        fprintf(stderr, "kvkeepctl demo: no memory\n");
+        (void)fprintf(stderr, "kvkeepctl demo: no memory\n");
         return CTL_FAILED;
     }
     atomic_store(&demo.shared->requests_left, settings->requests);
@@ -186,9 +190,10 @@ static int demo_run(const struct ctl_options *options, const struct demo_setting
     ctl_progress_end(&progress);
     int code = CTL_OK;
     if (read_count(&demo.shared->failures) > 0 || read_count(&demo.shared->mismatches) > 0) {
-        fprintf(stderr, "kvkeepctl demo: %llu workers failed, %llu tokens wrong: %s\n",
-                (unsigned long long)read_count(&demo.shared->failures),
-                (unsigned long long)read_count(&demo.shared->mismatches), demo.shared->failure);
+        (void)fprintf(stderr, "kvkeepctl demo: %llu workers failed, %llu tokens wrong: %s\n",
+                      (unsigned long long)read_count(&demo.shared->failures),
+                      (unsigned long long)read_count(&demo.shared->mismatches),
+                      demo.shared->failure);
         code = CTL_FAILED;
     }
     if (options->json) {

@@ -430,7 +430,7 @@ static bool worker_open(struct demo_worker *worker, const struct ctl_options *op
         .flops_per_token_position = 524288.0,
         .flops_per_second = 4e14};
     char name[32];
-    snprintf(name, sizeof name, "demo worker %u", number);
+    (void)snprintf(name, sizeof name, "demo worker %u", number);
     struct kvkeep_options connect = {.target = options->target, .token = options->token};
     struct kvkeep_session_options session = {.name = name};
     return kvkeep_connect(&connect, &worker->client, &worker->error) == KVK_OK &&
@@ -460,8 +460,8 @@ int demo_worker_run(const struct ctl_options *options, const struct demo_setting
         }
     }
     if (!going && add(&shared->failures, 1) == 0) {
-        snprintf(shared->failure, sizeof shared->failure, "%s [%s]", worker->error.text,
-                 kvk_cause_name(worker->error.cause));
+        (void)snprintf(shared->failure, sizeof shared->failure, "%s [%s]", worker->error.text,
+                       kvk_cause_name(worker->error.cause));
     }
     for (int tier = 0; tier < 3; tier++) {
         kvkeep_unmap(&worker->maps[tier]);

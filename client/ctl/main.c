@@ -27,16 +27,17 @@ static const struct ctl_command commands[] = {
 
 static int help(FILE *file)
 {
-    fprintf(file, "usage: kvkeepctl [--connect TARGET] [--token TOKEN] [--json] COMMAND …\n\n");
+    (void)fprintf(file,
+                  "usage: kvkeepctl [--connect TARGET] [--token TOKEN] [--json] COMMAND …\n\n");
     for (size_t i = 0; i < COMMAND_COUNT; i++) {
-        fprintf(file, "  %-12s %s\n", commands[i].name, commands[i].summary);
+        (void)fprintf(file, "  %-12s %s\n", commands[i].name, commands[i].summary);
     }
-    fprintf(file,
-            "\nTARGET is unix:PATH or HOST:PORT; without it KVKEEP_TARGET, then the daemon's "
-            "default socket.\nTOKEN is a bearer token; without it KVKEEP_TOKEN; the unix socket "
-            "also knows the caller's uid.\n--json prints one JSON value instead of a table.\n"
-            "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no daemon there.\n"
-            "kvkeepctl COMMAND --help tells a command's own options.\n");
+    (void)fprintf(
+        file, "\nTARGET is unix:PATH or HOST:PORT; without it KVKEEP_TARGET, then the daemon's "
+              "default socket.\nTOKEN is a bearer token; without it KVKEEP_TOKEN; the unix socket "
+              "also knows the caller's uid.\n--json prints one JSON value instead of a table.\n"
+              "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no daemon there.\n"
+              "kvkeepctl COMMAND --help tells a command's own options.\n");
     return file == stdout ? CTL_OK : CTL_USAGE;
 }
 
@@ -52,7 +53,7 @@ static bool common_take(struct ctl_options *options, int *argc, char **argv, boo
             *wants_help = true;
         } else if (strcmp(argv[i], "--connect") == 0 || strcmp(argv[i], "--token") == 0) {
             if (value == NULL) {
-                fprintf(stderr, "kvkeepctl: %s wants a value\n", argv[i]);
+                (void)fprintf(stderr, "kvkeepctl: %s wants a value\n", argv[i]);
                 return false;
             }
             if (argv[i][2] == 'c') {
@@ -87,7 +88,7 @@ int main(int argc, char **argv)
     for (size_t i = 0; i < COMMAND_COUNT; i++) {
         if (strcmp(commands[i].name, argv[1]) == 0) {
             if (wants_help) {
-                printf("kvkeepctl %s: %s\n", commands[i].name, commands[i].summary);
+                (void)printf("kvkeepctl %s: %s\n", commands[i].name, commands[i].summary);
                 char asked[] = "--help";
                 char *unknown[] = {argv[1], asked, NULL};
                 opterr = 0;
@@ -97,6 +98,6 @@ int main(int argc, char **argv)
             return commands[i].run(&options, argc - 1, argv + 1);
         }
     }
-    fprintf(stderr, "kvkeepctl: no command %s\n", argv[1]);
+    (void)fprintf(stderr, "kvkeepctl: no command %s\n", argv[1]);
     return help(stderr);
 }

@@ -30,8 +30,8 @@ const char *ctl_bytes(uint64_t bytes)
         unit++;
     }
     char *text = ring_next();
-    snprintf(text, RING_SIZE, unit == 0 || value >= 100 ? "%.0f %s" : "%.1f %s", value,
-             units[unit]);
+    (void)snprintf(text, RING_SIZE, unit == 0 || value >= 100 ? "%.0f %s" : "%.1f %s", value,
+                   units[unit]);
     return text;
 }
 
@@ -39,13 +39,13 @@ const char *ctl_duration_ms(uint64_t ms)
 {
     char *text = ring_next();
     if (ms < 1000) {
-        snprintf(text, RING_SIZE, "%llu ms", (unsigned long long)ms);
+        (void)snprintf(text, RING_SIZE, "%llu ms", (unsigned long long)ms);
     } else if (ms < 120 * 1000) {
-        snprintf(text, RING_SIZE, "%.1f s", (double)ms / 1000);
+        (void)snprintf(text, RING_SIZE, "%.1f s", (double)ms / 1000);
     } else if (ms < 120 * 60 * 1000) {
-        snprintf(text, RING_SIZE, "%.1f min", (double)ms / 60000);
+        (void)snprintf(text, RING_SIZE, "%.1f min", (double)ms / 60000);
     } else {
-        snprintf(text, RING_SIZE, "%.1f h", (double)ms / 3600000);
+        (void)snprintf(text, RING_SIZE, "%.1f h", (double)ms / 3600000);
     }
     return text;
 }
@@ -91,8 +91,8 @@ json_t *ctl_json_text(ProtobufCBinaryData data)
 
 void ctl_json_print(json_t *value)
 {
-    json_dumpf(value, stdout, JSON_COMPACT | JSON_REAL_PRECISION(9));
-    putchar('\n');
+    (void)json_dumpf(value, stdout, JSON_COMPACT | JSON_REAL_PRECISION(9));
+    (void)putchar('\n');
     json_decref(value);
 }
 
@@ -100,31 +100,31 @@ void ctl_json_print(json_t *value)
 
 int ctl_fail(const char *what, const struct kvk_error *error)
 {
-    fprintf(stderr, "kvkeepctl %s: %s", what, error->text);
+    (void)fprintf(stderr, "kvkeepctl %s: %s", what, error->text);
     if (error->cause != KVK_CAUSE_NONE) {
-        fprintf(stderr, " [%s]", kvk_cause_name(error->cause));
+        (void)fprintf(stderr, " [%s]", kvk_cause_name(error->cause));
     }
     if (error->field[0] != '\0') {
-        fprintf(stderr, " field=%s", error->field);
+        (void)fprintf(stderr, " field=%s", error->field);
     }
     if (error->limit > 0) {
-        fprintf(stderr, " value=%llu limit=%llu", (unsigned long long)error->value,
-                (unsigned long long)error->limit);
+        (void)fprintf(stderr, " value=%llu limit=%llu", (unsigned long long)error->value,
+                      (unsigned long long)error->limit);
     }
     if (error->retry_after_ms > 0) {
-        fprintf(stderr, " retry_after=%s", ctl_duration_ms(error->retry_after_ms));
+        (void)fprintf(stderr, " retry_after=%s", ctl_duration_ms(error->retry_after_ms));
     }
-    fputc('\n', stderr);
+    (void)fputc('\n', stderr);
     return error->status == KVK_UNAVAILABLE ? CTL_NO_DAEMON : CTL_FAILED;
 }
 
 int ctl_usage(const struct ctl_command *command, const char *complaint)
 {
     if (complaint != NULL) {
-        fprintf(stderr, "kvkeepctl %s: wants %s\n", command->name, complaint);
+        (void)fprintf(stderr, "kvkeepctl %s: wants %s\n", command->name, complaint);
     }
-    fprintf(stderr, "usage: kvkeepctl [--connect TARGET] [--token TOKEN] [--json] %s\n%s",
-            command->name, command->usage == NULL ? "" : command->usage);
+    (void)fprintf(stderr, "usage: kvkeepctl [--connect TARGET] [--token TOKEN] [--json] %s\n%s",
+                  command->name, command->usage == NULL ? "" : command->usage);
     return CTL_USAGE;
 }
 
@@ -176,7 +176,8 @@ static int width_of(const char *text)
 static void cell_print(const char *text, int width, bool left, bool last)
 {
     int pad = width - width_of(text);
-    printf("%*s%s%*s%s", left ? 0 : pad, "", text, left && !last ? pad : 0, "", last ? "\n" : "  ");
+    (void)printf("%*s%s%*s%s", left ? 0 : pad, "", text, left && !last ? pad : 0, "",
+                 last ? "\n" : "  ");
 }
 
 void ctl_table_print(struct ctl_table *table)
@@ -234,14 +235,15 @@ void ctl_progress_show(struct ctl_progress *progress, uint64_t done)
         bar[i] = i < (int)(share * PROGRESS_WIDTH) ? '#' : '.';
     }
     bar[PROGRESS_WIDTH] = '\0';
-    fprintf(stderr, "\r%s [%s] %3.0f %%  %s left  ", progress->what, bar, share * 100,
-            share <= 0 ? "?" : ctl_duration_ms((uint64_t)(seconds * (1 - share) / share * 1000)));
+    (void)fprintf(stderr, "\r%s [%s] %3.0f %%  %s left  ", progress->what, bar, share * 100,
+                  share <= 0 ? "?"
+                             : ctl_duration_ms((uint64_t)(seconds * (1 - share) / share * 1000)));
 }
 
 void ctl_progress_end(struct ctl_progress *progress)
 {
     if (isatty(STDERR_FILENO) && progress->shown_ns > 0) {
-        fprintf(stderr, "\r\033[K");
+        (void)fprintf(stderr, "\r\033[K");
     }
 }
 

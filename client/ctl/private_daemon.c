@@ -26,14 +26,14 @@ static void program_path(char *path, size_t size)
 {
     const char *named = getenv("KVKEEPD");
     if (named != NULL) {
-        snprintf(path, size, "%s", named);
+        (void)snprintf(path, size, "%s", named);
         return;
     }
     ssize_t length = readlink("/proc/self/exe", path, size - 1);
     path[length < 0 ? 0 : length] = '\0';
     char *slash = strrchr(path, '/');
     size_t keep = slash == NULL ? 0 : (size_t)(slash - path) + 1;
-    snprintf(path + keep, size - keep, "kvkeepd");
+    (void)snprintf(path + keep, size - keep, "kvkeepd");
 }
 
 static bool config_write(const struct ctl_private_daemon *daemon,
@@ -43,14 +43,14 @@ static bool config_write(const struct ctl_private_daemon *daemon,
     if (file == NULL) {
         return false;
     }
-    fprintf(file,
-            "[server]\nunix_path = %s/kvkeep.sock\n"
-            "[tiers]\ndevice_bytes = %llu B\nhost_bytes = %llu B\n"
-            "[cache]\npolicy = %s\n",
-            daemon->folder, (unsigned long long)options->device_bytes,
-            (unsigned long long)options->host_bytes, options->policy);
+    (void)fprintf(file,
+                  "[server]\nunix_path = %s/kvkeep.sock\n"
+                  "[tiers]\ndevice_bytes = %llu B\nhost_bytes = %llu B\n"
+                  "[cache]\npolicy = %s\n",
+                  daemon->folder, (unsigned long long)options->device_bytes,
+                  (unsigned long long)options->host_bytes, options->policy);
     if (options->tokens_max > 0) {
-        fprintf(file, "[limits]\ntokens = %llu\n", (unsigned long long)options->tokens_max);
+        (void)fprintf(file, "[limits]\ntokens = %llu\n", (unsigned long long)options->tokens_max);
     }
     return fclose(file) == 0;
 }
@@ -58,7 +58,7 @@ static bool config_write(const struct ctl_private_daemon *daemon,
 static bool answers(const char *path)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
-    snprintf(address.sun_path, sizeof address.sun_path, "%s", path);
+    (void)snprintf(address.sun_path, sizeof address.sun_path, "%s", path);
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     bool connected = fd >= 0 && connect(fd, (struct sockaddr *)&address, sizeof address) == 0;
     if (fd >= 0) {
@@ -71,7 +71,7 @@ enum kvk_status ctl_private_daemon_start(struct ctl_private_daemon *daemon,
                                          const struct ctl_private_daemon_options *options,
                                          struct kvk_error *error)
 {
-    snprintf(daemon->folder, sizeof daemon->folder, "/tmp/kvkeep-private.XXXXXX");
+    (void)snprintf(daemon->folder, sizeof daemon->folder, "/tmp/kvkeep-private.XXXXXX");
     daemon->pid = 0;
     if (mkdtemp(daemon->folder) == NULL) {
         return kvk_fail(error, KVK_UNAVAILABLE, KVK_CAUSE_NONE, "", "cannot make a folder: %s",
@@ -80,9 +80,9 @@ enum kvk_status ctl_private_daemon_start(struct ctl_private_daemon *daemon,
     char config[128];
     char socket_path[96];
     char program[512];
-    snprintf(config, sizeof config, "%s/kvkeepd.conf", daemon->folder);
-    snprintf(socket_path, sizeof socket_path, "%s/kvkeep.sock", daemon->folder);
-    snprintf(daemon->target, sizeof daemon->target, "unix:%s", socket_path);
+    (void)snprintf(config, sizeof config, "%s/kvkeepd.conf", daemon->folder);
+    (void)snprintf(socket_path, sizeof socket_path, "%s/kvkeep.sock", daemon->folder);
+    (void)snprintf(daemon->target, sizeof daemon->target, "unix:%s", socket_path);
     program_path(program, sizeof program);
     if (!config_write(daemon, options, config)) {
         return kvk_fail(error, KVK_UNAVAILABLE, KVK_CAUSE_NONE, "", "cannot write %s", config);
@@ -92,7 +92,7 @@ enum kvk_status ctl_private_daemon_start(struct ctl_private_daemon *daemon,
         (void)prctl(PR_SET_PDEATHSIG, SIGTERM);
         execl(program, "kvkeepd", "--config", config, "--test-hooks", "--log", "warning",
               (char *)NULL);
-        fprintf(stderr, "cannot start %s: %s\n", program, strerror(errno));
+        (void)fprintf(stderr, "cannot start %s: %s\n", program, strerror(errno));
         _exit(127);
     }
     for (int i = 0; i < START_TRIES; i++) {
@@ -126,7 +126,7 @@ void ctl_private_daemon_stop(struct ctl_private_daemon *daemon)
                                         "kvkeep.sock.lock"};
     for (size_t i = 0; i < sizeof files / sizeof files[0]; i++) {
         char path[128];
-        snprintf(path, sizeof path, "%s/%s", daemon->folder, files[i]);
+        (void)snprintf(path, sizeof path, "%s/%s", daemon->folder, files[i]);
         (void)unlink(path);
     }
     (void)rmdir(daemon->folder);

@@ -406,11 +406,11 @@ static void result_print(const json_t *result)
     json_object_foreach((json_t *)(uintptr_t)result, key, value)
     {
         if (json_is_string(value)) {
-            printf("  %-24s %s\n", key, json_string_value(value));
+            (void)printf("  %-24s %s\n", key, json_string_value(value));
         } else if (json_is_integer(value)) {
-            printf("  %-24s %s\n", key, ctl_count((uint64_t)json_integer_value(value)));
+            (void)printf("  %-24s %s\n", key, ctl_count((uint64_t)json_integer_value(value)));
         } else {
-            printf("  %-24s %.4f\n", key, json_number_value(value));
+            (void)printf("  %-24s %.4f\n", key, json_number_value(value));
         }
     }
 }

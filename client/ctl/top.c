@@ -86,8 +86,9 @@ static void bar_print(const Kvkeep__V1__TierUse *use)
         bar[i] = i < used ? '#' : '.';
     }
     bar[BAR_WIDTH] = '\0';
-    printf("  %-7s [%s] %s of %s\n", use->tier == KVKEEP__V1__TIER__TIER_DEVICE ? "device" : "host",
-           bar, ctl_bytes(use->used_bytes), ctl_bytes(use->limit_bytes));
+    (void)printf("  %-7s [%s] %s of %s\n",
+                 use->tier == KVKEEP__V1__TIER__TIER_DEVICE ? "device" : "host", bar,
+                 ctl_bytes(use->used_bytes), ctl_bytes(use->limit_bytes));
 }
 
 /* The counters that an operator watches; names as GetStats has them. */
@@ -115,10 +116,10 @@ static void frame_print(const struct frame *before, const struct frame *now)
     }
     double tokens = rate(before, now, "kvkeep_lookup_tokens_total");
     double hits = rate(before, now, "kvkeep_hit_tokens_total");
-    printf("\n  hit rate now          %.1f %%\n", tokens <= 0 ? 0 : 100 * hits / tokens);
+    (void)printf("\n  hit rate now          %.1f %%\n", tokens <= 0 ? 0 : 100 * hits / tokens);
     for (size_t i = 0; i < WATCHED_COUNT; i++) {
-        printf("  %-21s %s\n", watched[i].title,
-               ctl_count((uint64_t)(rate(before, now, watched[i].name) + 0.5)));
+        (void)printf("  %-21s %s\n", watched[i].title,
+                     ctl_count((uint64_t)(rate(before, now, watched[i].name) + 0.5)));
     }
     static const char *const titles[] = {"-tenant", "-model", "group", "device",
                                          "host",    "held",   "cached"};
@@ -137,7 +138,7 @@ static void frame_print(const struct frame *before, const struct frame *now)
                       ctl_text(row->model), row->group, ctl_bytes(row->device_bytes),
                       ctl_bytes(row->host_bytes), ctl_count(held), ctl_count(cached));
     }
-    putchar('\n');
+    (void)putchar('\n');
     ctl_table_print(&table);
 }
 
@@ -155,7 +156,7 @@ static void frame_json(const struct frame *before, const struct frame *now)
                             json_integer((json_int_t)use->used_bytes));
     }
     ctl_json_print(object);
-    fflush(stdout);
+    (void)fflush(stdout);
 }
 
 int ctl_top(const struct ctl_options *options, int argc, char **argv)
@@ -192,10 +193,10 @@ int ctl_top(const struct ctl_options *options, int argc, char **argv)
         if (code == CTL_OK && options->json) {
             frame_json(&before, &now);
         } else if (code == CTL_OK) {
-            printf("%skvkeepctl top, every %s\n\n", repaint ? "\033[H\033[2J" : "",
-                   ctl_duration_ms(interval_ms));
+            (void)printf("%skvkeepctl top, every %s\n\n", repaint ? "\033[H\033[2J" : "",
+                         ctl_duration_ms(interval_ms));
             frame_print(&before, &now);
-            fflush(stdout);
+            (void)fflush(stdout);
         }
         frame_finish(&before);
         before = now;

@@ -739,7 +739,7 @@ static bool worker_open(struct worker *worker, const struct settings *settings)
         .pipeline_shards = 1,
     };
     char revision[32];
-    snprintf(revision, sizeof revision, "seed %llu", (unsigned long long)settings->seed);
+    (void)snprintf(revision, sizeof revision, "seed %llu", (unsigned long long)settings->seed);
     struct kvkeep_space_options space = {
         .identity = {.model = "tiny-llama",
                      .revision = revision,
@@ -785,16 +785,17 @@ static uint32_t prompt_make(struct kvk_random *random, uint32_t *tokens)
 
 static void print_tally(const char *name, const struct tally *tally)
 {
-    printf("  %-18s %8llu %8llu %10llu %10llu %10llu\n", name, (unsigned long long)tally->prompts,
-           (unsigned long long)tally->tokens, (unsigned long long)tally->cached_tokens,
-           (unsigned long long)tally->ties, (unsigned long long)tally->mismatches);
+    (void)printf("  %-18s %8llu %8llu %10llu %10llu %10llu\n", name,
+                 (unsigned long long)tally->prompts, (unsigned long long)tally->tokens,
+                 (unsigned long long)tally->cached_tokens, (unsigned long long)tally->ties,
+                 (unsigned long long)tally->mismatches);
 }
 
 static int report(const struct worker *worker, const struct tally *tallies)
 {
     struct tally all = {0};
-    printf("\n  %-18s %8s %8s %10s %10s %10s\n", "two-path check", "prompts", "tokens", "cached",
-           "near ties", "mismatches");
+    (void)printf("\n  %-18s %8s %8s %10s %10s %10s\n", "two-path check", "prompts", "tokens",
+                 "cached", "near ties", "mismatches");
     for (int s = 0; s < SCENARIO_COUNT; s++) {
         print_tally(scenario_names[s], &tallies[s]);
         all.prompts += tallies[s].prompts;
@@ -804,16 +805,16 @@ static int report(const struct worker *worker, const struct tally *tallies)
         all.mismatches += tallies[s].mismatches;
     }
     print_tally("all", &all);
-    printf("  tokens attended by the daemon: %llu on the device, %llu on the host\n",
-           (unsigned long long)worker->daemon_tokens[KVKEEP_TIER_DEVICE],
-           (unsigned long long)worker->daemon_tokens[KVKEEP_TIER_HOST]);
+    (void)printf("  tokens attended by the daemon: %llu on the device, %llu on the host\n",
+                 (unsigned long long)worker->daemon_tokens[KVKEEP_TIER_DEVICE],
+                 (unsigned long long)worker->daemon_tokens[KVKEEP_TIER_HOST]);
     if (worker->status != KVK_OK) {
-        fprintf(stderr, "tiny_llama: %s (%s)\n", worker->error.text,
-                kvk_cause_name(worker->error.cause));
+        (void)fprintf(stderr, "tiny_llama: %s (%s)\n", worker->error.text,
+                      kvk_cause_name(worker->error.cause));
         return 1;
     }
     if (all.mismatches > 0 || all.cached_tokens == 0) {
-        fprintf(stderr, "tiny_llama: the two paths do not agree, or nothing was cached\n");
+        (void)fprintf(stderr, "tiny_llama: the two paths do not agree, or nothing was cached\n");
         return 1;
     }
     return 0;
@@ -850,9 +851,10 @@ int main(int argc, char **argv)
 {
     struct settings settings = {.prompts = 240, .seed = 1};
     if (!settings_parse(&settings, argc, argv)) {
-        fprintf(stderr, "usage: tiny_llama [--connect unix:PATH] [--prompts N] [--seed N]\n"
-                        "Generates every prompt with and without kvkeepd and compares the tokens.\n"
-                        "Exit code: 0 they agree, 1 they do not or the daemon failed, 2 usage.\n");
+        (void)fprintf(stderr,
+                      "usage: tiny_llama [--connect unix:PATH] [--prompts N] [--seed N]\n"
+                      "Generates every prompt with and without kvkeepd and compares the tokens.\n"
+                      "Exit code: 0 they agree, 1 they do not or the daemon failed, 2 usage.\n");
         return 2;
     }
     struct worker worker = {.model = model_create(settings.seed)};
