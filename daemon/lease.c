@@ -274,19 +274,6 @@ static void lease_take(struct kvk_cache *cache, struct kvk_lease *lease, uint32_
     }
 }
 
-static bool can_pin(const struct kvk_cache *cache, const struct kvk_space *space, uint64_t blocks)
-{
-    for (uint32_t g = 0; g < space->group_count; g++) {
-        for (uint64_t i = 0; i < blocks; i++) {
-            if (cache->path_tiers[g][i] != 0 &&
-                !kvk_block_can_pin(kvk_index_block(cache->index, cache->path[g][i]), 1)) {
-                return false;
-            }
-        }
-    }
-    return true;
-}
-
 static enum kvk_status check_found(const struct pinning *pinning, uint64_t tokens)
 {
     const struct kvk_cache *cache = pinning->cache;
@@ -332,9 +319,6 @@ static enum kvk_status pin_take(struct pinning *pinning, struct kvk_lease *lease
                         NULL) == KVK_OK) {
         kvk_prefix_find(cache, space, roots, &request->prompt, pinning->limit_tokens, &prefix);
         kvk_space_roots_release(cache, space, roots);
-    }
-    if (!can_pin(cache, space, prefix.blocks)) {
-        prefix.blocks = 0;
     }
     uint64_t tokens = prefix.blocks * space->block_tokens;
     enum kvk_status status = check_found(pinning, tokens);

@@ -165,27 +165,6 @@ static enum kvk_status check_fork(const struct kvk_sequence *sequence, uint64_t 
     return status == KVK_OK ? kvk_sequence_check_unwritten(sequence, error) : status;
 }
 
-/* A block counts its pins in 16 bits. */
-static enum kvk_status check_pins(const struct kvk_cache *cache,
-                                  const struct kvk_sequence *sequence, uint32_t count,
-                                  struct kvk_error *error)
-{
-    for (uint32_t g = 0; g < sequence->space->group_count; g++) {
-        const struct kvk_sequence_group *table = &sequence->groups[g];
-        for (uint32_t i = 0; i < table->block_count; i++) {
-            if (table->blocks[i] == KVK_BLOCK_NONE) {
-                continue;
-            }
-            const struct kvk_block *block = kvk_index_block(cache->index, table->blocks[i]);
-            if (!kvk_block_can_pin(block, count)) {
-                return kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "count", count,
-                                      KVK_BLOCK_SHARE_MAX, "a block is shared by too many");
-            }
-        }
-    }
-    return KVK_OK;
-}
-
 static enum kvk_status fork_drops(struct forking *forking)
 {
     struct kvk_cache *cache = forking->cache;
@@ -197,9 +176,6 @@ static enum kvk_status fork_drops(struct forking *forking)
     enum kvk_status ended = kvk_sequence_busy_end(cache, parent, forking->error);
     if (ended != KVK_OK) {
         return ended;
-    }
-    if (status == KVK_OK) {
-        status = check_pins(cache, parent, forking->count, forking->error);
     }
     return status == KVK_OK ? children_link(forking) : status;
 }

@@ -95,18 +95,6 @@ static inline uint32_t kvk_blocks_for(const struct kvk_space *space, uint64_t to
     return (uint32_t)((tokens + space->block_tokens - 1) / space->block_tokens);
 }
 
-/* A block counts pins of one tier in 16 bits; reads and copies need some of them. */
-#define KVK_BLOCK_SHARE_MAX (UINT16_MAX - 1024)
-static inline bool kvk_block_can_pin(const struct kvk_block *block, uint32_t count)
-{
-    for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
-        if ((uint64_t)block->pin_count[tier] + count > KVK_BLOCK_SHARE_MAX) {
-            return false;
-        }
-    }
-    return true;
-}
-
 /* Hold a whole block that is at `index` of the group's table, and pin it where it lies. */
 void kvk_sequence_take(struct kvk_cache *cache, struct kvk_sequence *sequence, uint32_t group,
                        uint32_t index, uint32_t block, bool pin);

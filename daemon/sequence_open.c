@@ -157,21 +157,6 @@ static enum kvk_status open_fill(struct opening *opening)
     return KVK_OK;
 }
 
-/* A block that as many share as can be counted is a miss. */
-static bool can_pin_prefix(const struct kvk_cache *cache, const struct kvk_space *space,
-                           uint64_t blocks)
-{
-    for (uint32_t g = 0; g < space->group_count; g++) {
-        for (uint64_t i = 0; i < blocks; i++) {
-            if (cache->path_tiers[g][i] != 0 &&
-                !kvk_block_can_pin(kvk_index_block(cache->index, cache->path[g][i]), 1)) {
-                return false;
-            }
-        }
-    }
-    return true;
-}
-
 /* Hold, and pin where it lies, what a query behind the longest cached prefix sees. */
 static void open_prefix(struct opening *opening)
 {
@@ -190,7 +175,7 @@ static void open_prefix(struct opening *opening)
         kvk_prefix_find(cache, space, roots, prompt, limit, &prefix);
         cache->stats.lookup_ns += kvk_clock_now(cache->clock) - begun_ns;
     }
-    uint32_t blocks = can_pin_prefix(cache, space, prefix.blocks) ? (uint32_t)prefix.blocks : 0;
+    uint32_t blocks = (uint32_t)prefix.blocks;
     for (uint32_t g = 0; g < space->group_count; g++) {
         struct kvk_sequence_group *table = &sequence->groups[g];
         for (uint32_t i = 0; i < blocks; i++) {

@@ -99,22 +99,6 @@ static enum kvk_status transfer_find(struct transferring *to, const struct kvk_c
     return KVK_OK;
 }
 
-static enum kvk_status check_pins(const struct transferring *to, struct kvk_error *error)
-{
-    for (uint32_t g = 0; g < to->space->group_count; g++) {
-        for (uint64_t i = 0; i < to->request->block_count; i++) {
-            uint32_t id = to->blocks[g][to->request->first_block + i];
-            if (id != KVK_BLOCK_NONE &&
-                !kvk_block_can_pin(kvk_index_block(to->cache->index, id), 1)) {
-                return kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "first_block",
-                                      to->request->first_block + i, KVK_BLOCK_SHARE_MAX,
-                                      "a block is shared by too many");
-            }
-        }
-    }
-    return KVK_OK;
-}
-
 /* Under the lock, nothing can fail any more. */
 static void transfer_take(const struct transferring *to, struct kvk_transfer *transfer,
                           struct kvk_tables *tables)
@@ -213,9 +197,6 @@ enum kvk_status kvk_transfer_begin(struct kvk_cache *cache, const struct kvk_cal
     }
     if (status == KVK_OK && request->block_count * to.space->group_count > entries) {
         KVK_UNREACHABLE(); /* a sequence or lease never changes its space */
-    }
-    if (status == KVK_OK) {
-        status = check_pins(&to, error);
     }
     if (status == KVK_OK) {
         status = transfer_put(cache, transfer, error);

@@ -68,6 +68,34 @@ Test(lease, expiry_needs_nobody_to_ask)
     stage_stop(&stage);
 }
 
+Test(lease, renewing_one_keeps_the_others_time)
+{
+    struct stage stage;
+    uint32_t tokens[8];
+    uint64_t ids[8];
+    stage_start(&stage, 8, 0);
+    house_tokens(tokens, 8, 1);
+    stage_cache(&stage, tokens, 8, 3);
+    for (uint64_t i = 0; i < 8; i++) {
+        ids[i] = stage_pin(&stage, tokens, 8, 100 + i * 100).lease_id;
+    }
+    for (uint64_t i = 0; i < 8; i += 2) {
+        STAGE_OK(&stage, renew(&stage, ids[i], 1000 + i));
+    }
+    uint64_t expired = 0;
+    for (uint64_t ms = 0; ms <= 900; ms += 50) {
+        cr_expect_eq(stage_stats(&stage).leases_expired, expired);
+        stage_pass_ms(&stage, 50);
+        kvk_cache_maintain(stage.house.cache);
+        expired += ms + 50 == 200 || ms + 50 == 400 || ms + 50 == 600 || ms + 50 == 800;
+    }
+    stage_pass_ms(&stage, 100);
+    kvk_cache_maintain(stage.house.cache);
+    cr_expect_eq(stage_stats(&stage).leases_expired, 8);
+    cr_expect_eq(stage_bound(&stage, KVK_TIER_DEVICE), 0);
+    stage_stop(&stage);
+}
+
 Test(lease, ends_once_and_all_or_none)
 {
     struct stage stage;

@@ -552,6 +552,42 @@ Test(sequence, fork_is_all_or_nothing)
     stage_stop(&stage);
 }
 
+Test(sequence, whoever_writes_first_copies_the_tail)
+{
+    struct stage stage;
+    uint32_t tokens[6];
+    uint64_t fork;
+    uint64_t ticket;
+    const uint32_t one[] = {50};
+    stage_start(&stage, 8, 0);
+    house_tokens(tokens, 6, 1);
+    uint64_t id = stage_sealed(&stage, tokens, 6, 1);
+    STAGE_OK(&stage, stage_try_fork(&stage, id, 6, 1, "", &fork));
+    uint32_t tail = stage_block(&stage, fork, 1);
+    stage_append(&stage, id, 6, one, 1, false); /* the parent, this time */
+    cr_expect_eq(stage_block(&stage, fork, 1), tail);
+    cr_expect_neq(stage_block(&stage, id, 1), tail);
+
+    /* What is its own alone stays in place, though a worker copies there under a ticket. */
+    const struct kvk_transfer_request request = {.session_id = stage.session,
+                                                 .sequence_id = id,
+                                                 .write = true,
+                                                 .first_block = 1,
+                                                 .block_count = 1};
+    STAGE_OK(&stage, kvk_transfer_begin(stage.house.cache, &stage.house.caller, &request, &ticket,
+                                        &stage.tables, &stage.house.error));
+    tail = stage_block(&stage, id, 1);
+    stage_append(&stage, id, 7, one, 1, false);
+    cr_expect_eq(stage_block(&stage, id, 1), tail);
+    STAGE_OK(&stage, kvk_transfer_end(stage.house.cache, &stage.house.caller, stage.session, ticket,
+                                      &stage.house.error));
+    stage_fill(&stage, id, 2);
+    stage_verify(&stage, id, 0, 6, 1);
+    stage_verify(&stage, id, 6, 8, 2);
+    stage_verify(&stage, fork, 0, 6, 1);
+    stage_stop(&stage);
+}
+
 /* ---- Finding ---- */
 
 Test(sequence, belongs_to_its_instance)
