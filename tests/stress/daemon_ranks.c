@@ -158,6 +158,7 @@ static void saves(void *told)
     for (uint64_t at = order->first; at < order->end; at += BLOCK_TOKENS) {
         worker_write(&sequence, &prompt, at, at + 2);
         atomic_fetch_add(&shared->steps, 1);
+        pause_us(500); /* as long as a model's layer takes */
         worker_write(&sequence, &prompt, at + 2, at + BLOCK_TOKENS);
         worker_seal(&sequence, at + BLOCK_TOKENS);
     }
