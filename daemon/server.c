@@ -22,7 +22,7 @@
 #include "daemon/server_sanitize.h"
 
 #define CHANNEL_ARGUMENTS_MAX 16
-#define UNKNOWN_QUEUE_DEPTH 16
+#define UNKNOWN_QUEUE_DEPTH 2
 
 void kvk_server_options_init(struct kvk_server_options *options)
 {
@@ -35,7 +35,7 @@ void kvk_server_options_init(struct kvk_server_options *options)
     options->connections_max = 1024;
     options->streams_max = 1024;
     options->live_calls_max = 4096;
-    options->queue_depth = 16;
+    options->queue_depth = 2;
     options->send_queue_max = 64;
     options->bulk_threads = 2;
     options->spin_us = 0;
