@@ -301,6 +301,10 @@ enum kvk_status kvk_block_clone_drops(struct kvk_cache *cache, uint32_t target, 
 
 /* ---- Checksums where bytes lie ---- */
 
+/* What is hashed before others may run: some 50 us. To yield costs far more than hashing a small
+ * block where all processors are busy. */
+#define CHECKSUM_STEP_BYTES (UINT64_C(1) << 20)
+
 /* The checksums of up to CHECKSUM_BATCH blocks. */
 struct checksums {
     uint32_t count;
@@ -345,13 +349,19 @@ static void checksums_begin(struct kvk_cache *cache, struct checksums *batch,
 
 static void checksums_take_unlocked(struct checksums *batch)
 {
+    uint64_t bytes = 0;
+
     KVK_ASSERT(kvk_locks_held() == 0);
     for (uint32_t i = 0; i < batch->count; i++) {
         for (uint32_t shard = 0; shard < batch->blocks[i].shard_count; shard++) {
             batch->blocks[i].sum[shard] =
                 kvk_checksum(batch->blocks[i].address[shard], batch->blocks[i].size_bytes[shard]);
+            bytes += batch->blocks[i].size_bytes[shard];
         }
-        (void)sched_yield(); /* look-ups go first */
+        if (bytes >= CHECKSUM_STEP_BYTES) {
+            bytes = 0;
+            (void)sched_yield(); /* look-ups go first */
+        }
     }
 }
 
