@@ -28,13 +28,6 @@ static bool bf16_available(void)
     return kvk_attend_avx512.available() && __builtin_cpu_supports("avx512bf16");
 }
 
-INLINE void prefetch(const uint8_t *bytes, size_t size_bytes)
-{
-    for (size_t offset = 0; offset < size_bytes; offset += 64) {
-        __builtin_prefetch(bytes + offset);
-    }
-}
-
 /* The first `count` values, at most a vector's; the others are 0, and not read. */
 INLINE __m512bh load_some(const uint8_t *bytes, size_t count)
 {
@@ -92,7 +85,8 @@ static void bf16_pack(const struct kvk_attend *attend, const uint8_t *query, uin
 
 /* LANES scores: `row_count` rows by LANES / row_count tokens. */
 INLINE void score_cell(size_t head_size, const uint8_t *const *q, uint32_t row_count,
-                       uint32_t parts, const uint8_t *const *k, float *scores)
+                       uint32_t parts, const uint8_t *const *k, struct kvk_attend_fetch *fetch,
+                       uint32_t fetch_lines, float *scores)
 {
     const uint32_t token_count = LANES / row_count;
     size_t part_bytes = kvk_attend_pad(head_size) * sizeof(uint16_t);
@@ -120,6 +114,7 @@ INLINE void score_cell(size_t head_size, const uint8_t *const *q, uint32_t row_c
                     sums[cell] = _mm512_dpbf16_ps(sums[cell], values, rows[row]);
                 }
             }
+            kvk_attend_fetch_lines(fetch, fetch_lines);
         }
         if (i < head_size) {
 #pragma GCC unroll 16
@@ -142,60 +137,62 @@ INLINE void score_cell(size_t head_size, const uint8_t *const *q, uint32_t row_c
     }
 }
 
-/* As in gpu/attend_lanes.inc: missing tokens of the last cell are stood in for by the last one. */
+/* LANES tokens with `row_count` rows from `row` on. */
 INLINE void score_block(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
-                        uint32_t first_row, uint32_t row_count, uint32_t parts,
-                        const struct kvk_attend_tokens *tokens,
-                        const struct kvk_attend_tokens *ahead, float *scores)
+                        uint32_t row, uint32_t row_count, uint32_t parts, const uint8_t *const *k,
+                        struct kvk_attend_fetch *fetch, uint32_t fetch_lines, float *scores)
 {
     const uint32_t step = LANES / row_count;
-    const uint8_t *k[LANES];
     const uint8_t *q[BLOCK_ROWS_MAX];
 
-    for (uint32_t row = 0; row < row_count; row++) {
-        q[row] = rows->queries + (first_row + row) * rows->query_stride_bytes;
+    for (uint32_t i = 0; i < row_count; i++) {
+        q[i] = rows->queries + (row + i) * rows->query_stride_bytes;
     }
-    for (uint32_t token = 0; token < tokens->count; token += step) {
-        for (uint32_t i = 0; i < step; i++) {
-            k[i] = tokens->k[token + i < tokens->count ? token + i : tokens->count - 1] +
-                   tokens->k_offset;
-            if (first_row == 0 && token + i < ahead->count) {
-                prefetch(ahead->k[token + i] + ahead->k_offset, attend->head_size_k * 2);
-            }
-        }
-        score_cell(attend->head_size_k, q, row_count, parts, k,
-                   scores + first_row * KVK_ATTEND_TILE_TOKENS + token);
+    for (uint32_t token = 0; token < LANES; token += step) {
+        score_cell(attend->head_size_k, q, row_count, parts, k + token, fetch, fetch_lines,
+                   scores + row * KVK_ATTEND_TILE_TOKENS + token);
     }
 }
 
 INLINE void score_parts(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
                         uint32_t parts, const struct kvk_attend_tokens *tokens,
-                        const struct kvk_attend_tokens *ahead, float *scores)
+                        struct kvk_attend_fetch *fetch, float *scores)
 {
-    uint32_t row = 0;
+    size_t steps = kvk_attend_steps(tokens->count, LANES) * rows->count *
+                   kvk_attend_steps(attend->head_size_k, PAIR_VALUES);
+    uint32_t fetch_lines = (uint32_t)kvk_attend_steps(fetch->line_count, steps);
 
-    for (; row + 4 <= rows->count; row += 4) {
-        score_block(attend, rows, row, 4, parts, tokens, ahead, scores);
-    }
-    if (row + 2 <= rows->count) {
-        score_block(attend, rows, row, 2, parts, tokens, ahead, scores);
-        row += 2;
-    }
-    if (row < rows->count) {
-        score_block(attend, rows, row, 1, parts, tokens, ahead, scores);
+    for (uint32_t token = 0; token < tokens->count; token += LANES) {
+        const uint8_t *k[LANES];
+        uint32_t row = 0;
+        /* What is not there is stood in for by the last token; those scores are not used. */
+        for (uint32_t i = 0; i < LANES; i++) {
+            uint32_t present = token + i < tokens->count ? token + i : tokens->count - 1;
+            k[i] = tokens->k[present] + tokens->k_offset;
+        }
+        for (; row + 4 <= rows->count; row += 4) {
+            score_block(attend, rows, row, 4, parts, k, fetch, fetch_lines, scores + token);
+        }
+        if (row + 2 <= rows->count) {
+            score_block(attend, rows, row, 2, parts, k, fetch, fetch_lines, scores + token);
+            row += 2;
+        }
+        if (row < rows->count) {
+            score_block(attend, rows, row, 1, parts, k, fetch, fetch_lines, scores + token);
+        }
     }
 }
 
 static void bf16_score(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
-                       const struct kvk_attend_tokens *tokens,
-                       const struct kvk_attend_tokens *ahead, float *scores)
+                       const struct kvk_attend_tokens *tokens, struct kvk_attend_fetch *fetch,
+                       float *scores)
 {
     if (attend->format_k != KVK_FORMAT_BF16) {
-        kvk_attend_avx512.score(attend, rows, tokens, ahead, scores);
+        kvk_attend_avx512.score(attend, rows, tokens, fetch, scores);
     } else if (part_count(attend) == 1) {
-        score_parts(attend, rows, 1, tokens, ahead, scores);
+        score_parts(attend, rows, 1, tokens, fetch, scores);
     } else {
-        score_parts(attend, rows, 2, tokens, ahead, scores);
+        score_parts(attend, rows, 2, tokens, fetch, scores);
     }
 }
 
@@ -227,12 +224,12 @@ static void pairs_make(const struct kvk_attend_rows *rows, uint32_t token_count,
 
 /* Add weight x V of all tokens to `vector_count` x 32 values of `row_count` rows. `some` > 0: only
  * so many of the 32 are there. */
-INLINE void weigh_cell(const struct kvk_attend_tokens *tokens,
-                       const struct kvk_attend_tokens *ahead, size_t first_value,
-                       const uint32_t *const *pairs, float *const *values, uint32_t row_count,
-                       uint32_t vector_count, size_t some, size_t ahead_bytes)
+INLINE void weigh_cell(const struct kvk_attend_tokens *tokens, struct kvk_attend_fetch *fetch,
+                       uint32_t fetch_lines, size_t first_value, const uint32_t *const *pairs,
+                       float *const *values, uint32_t row_count, uint32_t vector_count, size_t some)
 {
     const uint32_t half_count = 2 * vector_count; /* vectors of LANES sums */
+    size_t v_offset = tokens->v_offset + first_value * 2;
     lanes sums[BLOCK_ROWS_MAX * 4];
 
 #pragma GCC unroll 16
@@ -241,20 +238,15 @@ INLINE void weigh_cell(const struct kvk_attend_tokens *tokens,
             lanes_load(values[cell / half_count] + first_value + cell % half_count * LANES);
     }
     for (uint32_t token = 0; token < tokens->count; token += 2) {
-        bool paired = token + 1 < tokens->count;
-        const uint8_t *v0 = tokens->v[token] + tokens->v_offset + first_value * 2;
-        const uint8_t *v1 =
-            tokens->v[paired ? token + 1 : token] + tokens->v_offset + first_value * 2;
-        if (ahead_bytes > 0 && token + 1 < ahead->count) {
-            prefetch(ahead->v[token] + ahead->v_offset, ahead_bytes);
-            prefetch(ahead->v[token + 1] + ahead->v_offset, ahead_bytes);
-        }
+        /* A lone last token is paired with itself, under a weight of 0. */
+        uint32_t other = token + 1 < tokens->count ? token + 1 : token;
+        const uint8_t *v0 = tokens->v[token] + v_offset;
+        const uint8_t *v1 = tokens->v[other] + v_offset;
 #pragma GCC unroll 4
         for (uint32_t vector = 0; vector < vector_count; vector++) {
             size_t offset = vector * PAIR_VALUES * 2;
             __m512i a = (__m512i)(some > 0 ? load_some(v0, some) : load(v0 + offset));
             __m512i b = (__m512i)(some > 0 ? load_some(v1, some) : load(v1 + offset));
-            /* A lone last token is paired with itself, under a weight of 0. */
             __m512bh low = (__m512bh)_mm512_unpacklo_epi16(a, b);
             __m512bh high = (__m512bh)_mm512_unpackhi_epi16(a, b);
 #pragma GCC unroll 4
@@ -265,6 +257,7 @@ INLINE void weigh_cell(const struct kvk_attend_tokens *tokens,
                 sums[cell + 1] = _mm512_dpbf16_ps(sums[cell + 1], high, weight);
             }
         }
+        kvk_attend_fetch_lines(fetch, fetch_lines);
     }
 #pragma GCC unroll 16
     for (uint32_t cell = 0; cell < row_count * half_count; cell++) {
@@ -273,56 +266,74 @@ INLINE void weigh_cell(const struct kvk_attend_tokens *tokens,
     }
 }
 
-INLINE void weigh_block(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
-                        uint32_t first_row, uint32_t row_count,
-                        const struct kvk_attend_tokens *tokens,
-                        const struct kvk_attend_tokens *ahead, const struct weight_pairs *weights)
+/* `row_count` rows from `row` on, values from `first_value` on. */
+INLINE void weigh_block(const struct kvk_attend_rows *rows, uint32_t row, uint32_t row_count,
+                        size_t first_value, uint32_t vector_count, size_t some,
+                        const struct kvk_attend_tokens *tokens, struct kvk_attend_fetch *fetch,
+                        uint32_t fetch_lines, const struct weight_pairs *weights)
 {
-    const uint32_t vector_count = row_count == 1 ? 4 : 2;
-    size_t head_size = attend->head_size_v;
-    size_t ahead_bytes = first_row == 0 && !attend->latent ? head_size * 2 : 0;
     const uint32_t *pairs[BLOCK_ROWS_MAX];
     float *values[BLOCK_ROWS_MAX];
-    size_t i = 0;
 
-    for (uint32_t row = 0; row < row_count; row++) {
-        pairs[row] = weights->pairs[first_row + row];
-        values[row] = rows->values + (first_row + row) * rows->value_stride;
+    for (uint32_t i = 0; i < row_count; i++) {
+        pairs[i] = weights->pairs[row + i];
+        values[i] = rows->values + (row + i) * rows->value_stride;
     }
-    for (; i + vector_count * PAIR_VALUES <= head_size; i += vector_count * PAIR_VALUES) {
-        weigh_cell(tokens, ahead, i, pairs, values, row_count, vector_count, 0, ahead_bytes);
-        ahead_bytes = 0;
+    weigh_cell(tokens, fetch, fetch_lines, first_value, pairs, values, row_count, vector_count,
+               some);
+}
+
+INLINE void weigh_columns(const struct kvk_attend_rows *rows, size_t first_value,
+                          uint32_t vector_count, size_t some,
+                          const struct kvk_attend_tokens *tokens, struct kvk_attend_fetch *fetch,
+                          uint32_t fetch_lines, const struct weight_pairs *weights)
+{
+    uint32_t row = 0;
+
+    for (; row + 4 <= rows->count; row += 4) {
+        weigh_block(rows, row, 4, first_value, vector_count, some, tokens, fetch, fetch_lines,
+                    weights);
     }
-    for (; i + PAIR_VALUES <= head_size; i += PAIR_VALUES) {
-        weigh_cell(tokens, ahead, i, pairs, values, row_count, 1, 0, ahead_bytes);
-        ahead_bytes = 0;
+    if (row + 2 <= rows->count) {
+        weigh_block(rows, row, 2, first_value, vector_count, some, tokens, fetch, fetch_lines,
+                    weights);
+        row += 2;
     }
-    if (i < head_size) {
-        weigh_cell(tokens, ahead, i, pairs, values, row_count, 1, head_size - i, ahead_bytes);
+    if (row < rows->count) {
+        weigh_block(rows, row, 1, first_value, vector_count, some, tokens, fetch, fetch_lines,
+                    weights);
     }
 }
 
 static void bf16_weigh(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
-                       const struct kvk_attend_tokens *tokens,
-                       const struct kvk_attend_tokens *ahead, const float *weights)
+                       const struct kvk_attend_tokens *tokens, struct kvk_attend_fetch *fetch,
+                       const float *weights)
 {
     struct weight_pairs pairs;
-    uint32_t row = 0;
+    size_t head_size = attend->head_size_v;
+    size_t steps = kvk_attend_steps(tokens->count, 2) * kvk_attend_steps(rows->count, 4) *
+                   kvk_attend_steps(head_size, 2 * PAIR_VALUES);
+    uint32_t fetch_lines = (uint32_t)kvk_attend_steps(fetch->line_count, steps);
+    size_t i = 0;
 
     if (kvk_attend_value_format(attend) != KVK_FORMAT_BF16) {
-        kvk_attend_avx512.weigh(attend, rows, tokens, ahead, weights);
+        kvk_attend_avx512.weigh(attend, rows, tokens, fetch, weights);
         return;
     }
     pairs_make(rows, tokens->count, weights, &pairs);
-    for (; row + 4 <= rows->count; row += 4) {
-        weigh_block(attend, rows, row, 4, tokens, ahead, &pairs);
+    if (rows->count == 1) { /* four vectors of a lone row, so that its few sums are enough */
+        for (; i + 4 * PAIR_VALUES <= head_size; i += 4 * PAIR_VALUES) {
+            weigh_block(rows, 0, 1, i, 4, 0, tokens, fetch, 2 * fetch_lines, &pairs);
+        }
     }
-    if (row + 2 <= rows->count) {
-        weigh_block(attend, rows, row, 2, tokens, ahead, &pairs);
-        row += 2;
+    for (; i + 2 * PAIR_VALUES <= head_size; i += 2 * PAIR_VALUES) {
+        weigh_columns(rows, i, 2, 0, tokens, fetch, fetch_lines, &pairs);
     }
-    if (row < rows->count) {
-        weigh_block(attend, rows, row, 1, tokens, ahead, &pairs);
+    for (; i + PAIR_VALUES <= head_size; i += PAIR_VALUES) {
+        weigh_columns(rows, i, 1, 0, tokens, fetch, fetch_lines, &pairs);
+    }
+    if (i < head_size) {
+        weigh_columns(rows, i, 1, head_size - i, tokens, fetch, fetch_lines, &pairs);
     }
 }
 

@@ -20,6 +20,9 @@
 /* Up to about this many rows per KV head the memory sets the pace; past it, the arithmetic. */
 #define ROWS_PER_READ 8
 
+/* K and V of a tile of all heads of a unit at most: it and the next tile share the second cache. */
+#define TILE_BYTES_MAX ((size_t)256 << 10)
+
 /* Rows of one item and some KV heads; their tokens are cut into `unit_count` ranges. */
 struct strip {
     uint32_t first_unit;
@@ -75,6 +78,21 @@ static uint32_t rows_per_strip(const struct kvk_attend *attend)
     return KVK_ATTEND_ROWS_MAX / group * group;
 }
 
+static uint32_t heads_per_strip(const struct kvk_attend *attend, uint32_t strip_rows)
+{
+    size_t token_bytes = attend->head_size_k * kvk_format_bytes(attend->format_k);
+
+    if (!attend->latent) {
+        token_bytes += attend->head_size_v * kvk_format_bytes(attend->format_v);
+    }
+    size_t fitting = TILE_BYTES_MAX / (token_bytes * KVK_ATTEND_TILE_TOKENS);
+    uint32_t heads = KVK_ATTEND_ROWS_MAX / strip_rows;
+    if (heads > fitting) {
+        heads = fitting > 0 ? (uint32_t)fitting : 1;
+    }
+    return heads;
+}
+
 static uint64_t visible_count(const struct kvk_attend_visible *visible)
 {
     return visible->sinks.end - visible->sinks.begin + visible->rest.end - visible->rest.begin;
@@ -128,7 +146,7 @@ static void strips_visit(struct plan *plan, strip_visit *visit)
     for (uint32_t item = 0; item < attend->item_count; item++) {
         uint64_t row_count = (uint64_t)attend->items[item].query_count * group;
         uint32_t strip_rows = row_count < rows_max ? (uint32_t)row_count : rows_max;
-        uint32_t strip_heads = KVK_ATTEND_ROWS_MAX / strip_rows;
+        uint32_t strip_heads = heads_per_strip(attend, strip_rows);
         for (uint64_t row = 0; row < row_count; row += strip_rows) {
             for (uint32_t head = 0; head < attend->kv_heads; head += strip_heads) {
                 struct kvk_attend_unit whole = {

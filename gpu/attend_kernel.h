@@ -44,7 +44,30 @@ struct kvk_attend_tokens {
     const uint8_t *const *v; /* [count] */
     size_t k_offset;         /* of the head, in bytes */
     size_t v_offset;
-    uint32_t count; /* 1 to KVK_ATTEND_TILE_TOKENS, or 0: there are none */
+    uint32_t count; /* 1 to KVK_ATTEND_TILE_TOKENS */
+};
+
+/* Runs of bytes at equal distances: K or V of some tokens of a block, of every head. */
+struct kvk_attend_area {
+    const uint8_t *begin;
+    size_t run_bytes;
+    size_t stride_bytes;
+};
+
+/*
+ * What will be read next, to be fetched into the second cache meanwhile, in the order in which it
+ * lies in memory: the kernels read head by head, which no hardware foresees. Processors drop what
+ * they are asked to fetch too fast, so the kernels spread it over their work.
+ */
+struct kvk_attend_fetch {
+    const uint8_t *next; /* line to be fetched, of a run that ends at `end` */
+    const uint8_t *end;
+    const uint8_t *run;
+    const struct kvk_attend_area *area; /* that the run is of */
+    const struct kvk_attend_area *area_end;
+    uint32_t run_count;  /* of each area */
+    uint32_t runs_left;  /* of this area, the present one included */
+    uint32_t line_count; /* how many lines score() should fetch, and how many weigh() */
 };
 
 struct kvk_attend_kernel {
@@ -55,16 +78,15 @@ struct kvk_attend_kernel {
     size_t (*packed_bytes)(const struct kvk_attend *attend);
     void (*pack)(const struct kvk_attend *attend, const uint8_t *query, uint8_t *packed);
 
-    /* scores: [rows->count][KVK_ATTEND_TILE_TOKENS], aligned to 64 bytes. `ahead` will be worked
-     * on next; its K is fetched by score(), its V by weigh(). */
+    /* scores: [rows->count][KVK_ATTEND_TILE_TOKENS], aligned to 64 bytes. */
     void (*score)(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
-                  const struct kvk_attend_tokens *tokens, const struct kvk_attend_tokens *ahead,
+                  const struct kvk_attend_tokens *tokens, struct kvk_attend_fetch *fetch,
                   float *scores);
     /* Scores become weights; those past the tile's end become 0. */
     void (*soften)(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
                    uint32_t token_count, float *scores);
     void (*weigh)(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
-                  const struct kvk_attend_tokens *tokens, const struct kvk_attend_tokens *ahead,
+                  const struct kvk_attend_tokens *tokens, struct kvk_attend_fetch *fetch,
                   const float *weights);
 
     /* Write a row's result, [head_size_v] values and the LSE. A row that saw nothing: 0, -inf. */
@@ -78,12 +100,44 @@ static inline enum kvk_format kvk_attend_value_format(const struct kvk_attend *a
     return attend->latent ? attend->format_k : attend->format_v;
 }
 
-static inline size_t kvk_attend_pad(size_t values)
+/* `count` in steps of `step`, the last one perhaps shorter. */
+static inline size_t kvk_attend_steps(size_t count, size_t step)
 {
-    return (values + KVK_ATTEND_PAD_VALUES - 1) / KVK_ATTEND_PAD_VALUES * KVK_ATTEND_PAD_VALUES;
+    return (count + step - 1) / step;
 }
 
-/* Best last. Each is in a file of its own, compiled for its instruction set. */
+static inline size_t kvk_attend_pad(size_t values)
+{
+    return kvk_attend_steps(values, KVK_ATTEND_PAD_VALUES) * KVK_ATTEND_PAD_VALUES;
+}
+
+/* Bytes of a cache line: what one fetch brings. */
+#define KVK_ATTEND_LINE_BYTES 64
+
+/* Small and without calls, since it runs amid arithmetic that fills all registers. */
+static inline void kvk_attend_fetch_lines(struct kvk_attend_fetch *fetch, uint32_t line_count)
+{
+    for (; line_count > 0 && fetch->area < fetch->area_end; line_count--) {
+        __builtin_prefetch(fetch->next, 0, 2);
+        fetch->next += KVK_ATTEND_LINE_BYTES;
+        if (fetch->next < fetch->end) {
+            continue;
+        }
+        fetch->run += fetch->area->stride_bytes;
+        if (--fetch->runs_left == 0) {
+            fetch->area++;
+            if (fetch->area == fetch->area_end) {
+                return;
+            }
+            fetch->runs_left = fetch->run_count;
+            fetch->run = fetch->area->begin;
+        }
+        fetch->next = fetch->run;
+        fetch->end = fetch->run + fetch->area->run_bytes;
+    }
+}
+
+/* Each is in a file of its own, compiled for its instruction set. */
 extern const struct kvk_attend_kernel kvk_attend_plain;
 extern const struct kvk_attend_kernel kvk_attend_avx2;
 extern const struct kvk_attend_kernel kvk_attend_avx512;

@@ -32,12 +32,12 @@ static void plain_pack(const struct kvk_attend *attend, const uint8_t *query, ui
 }
 
 static void plain_score(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
-                        const struct kvk_attend_tokens *tokens,
-                        const struct kvk_attend_tokens *ahead, float *scores)
+                        const struct kvk_attend_tokens *tokens, struct kvk_attend_fetch *fetch,
+                        float *scores)
 {
     float k[KVK_HEAD_SIZE_MAX];
 
-    (void)ahead;
+    (void)fetch; /* the arithmetic is slower than any memory */
     for (uint32_t token = 0; token < tokens->count; token++) {
         widen(attend->format_k, tokens->k[token] + tokens->k_offset, attend->head_size_k, k);
         for (uint32_t row = 0; row < rows->count; row++) {
@@ -90,12 +90,12 @@ static void plain_soften(const struct kvk_attend *attend, const struct kvk_atten
 }
 
 static void plain_weigh(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
-                        const struct kvk_attend_tokens *tokens,
-                        const struct kvk_attend_tokens *ahead, const float *weights)
+                        const struct kvk_attend_tokens *tokens, struct kvk_attend_fetch *fetch,
+                        const float *weights)
 {
     float v[KVK_HEAD_SIZE_MAX];
 
-    (void)ahead;
+    (void)fetch; /* the arithmetic is slower than any memory */
     for (uint32_t token = 0; token < tokens->count; token++) {
         widen(kvk_attend_value_format(attend), tokens->v[token] + tokens->v_offset,
               attend->head_size_v, v);

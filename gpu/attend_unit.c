@@ -12,6 +12,8 @@ struct tile {
     uint64_t positions[KVK_ATTEND_TILE_TOKENS];
     const uint8_t *k[KVK_ATTEND_TILE_TOKENS]; /* of the unit's first head */
     const uint8_t *v[KVK_ATTEND_TILE_TOKENS];
+    uint32_t area_count;
+    struct kvk_attend_area areas[2 * KVK_ATTEND_TILE_TOKENS]; /* the same, as it lies in pages */
 };
 
 /* A running unit. */
@@ -130,6 +132,18 @@ static void tile_add(const struct run *run, struct tile *tile, uint64_t first, u
         tile->v[tile->count + i] = v + i * run->v_bytes;
     }
     tile->count += count;
+    tile->areas[tile->area_count++] = (struct kvk_attend_area){
+        .begin = k,
+        .run_bytes = count * run->k_bytes,
+        .stride_bytes = attend->block_tokens * run->k_bytes,
+    };
+    if (!attend->latent) {
+        tile->areas[tile->area_count++] = (struct kvk_attend_area){
+            .begin = v,
+            .run_bytes = count * run->v_bytes,
+            .stride_bytes = attend->block_tokens * run->v_bytes,
+        };
+    }
 }
 
 /* Make a tile of what comes first in a range, and take it off. */
@@ -152,6 +166,7 @@ static void tile_fill(const struct run *run, struct tile *tile, struct kvk_token
 static void tile_next(struct run *run, struct tile *tile)
 {
     tile->count = 0;
+    tile->area_count = 0;
     tile->windowed = false;
     tile_fill(run, tile, &run->left.sinks);
     if (tile->count == 0) {
@@ -159,6 +174,8 @@ static void tile_next(struct run *run, struct tile *tile)
         tile_fill(run, tile, &run->left.rest);
     }
 }
+
+/* ---- Folding ---- */
 
 /* Which of a tile's tokens one query sees: always a run. */
 struct mask {
@@ -197,7 +214,7 @@ static struct kvk_attend_tokens tile_tokens(const struct run *run, const struct 
 
 /* Fold tokens into rows that all see them. */
 static void rows_fold(const struct run *run, uint32_t first_row, uint32_t row_count,
-                      const struct kvk_attend_tokens *tokens, const struct kvk_attend_tokens *ahead)
+                      const struct kvk_attend_tokens *tokens, struct kvk_attend_fetch *fetch)
 {
     const struct kvk_attend_rows rows = {
         .count = row_count,
@@ -209,9 +226,9 @@ static void rows_fold(const struct run *run, uint32_t first_row, uint32_t row_co
         .value_stride = run->rows.value_stride,
     };
 
-    run->kernel->score(run->attend, &rows, tokens, ahead, run->scores);
+    run->kernel->score(run->attend, &rows, tokens, fetch, run->scores);
     run->kernel->soften(run->attend, &rows, tokens->count, run->scores);
-    run->kernel->weigh(run->attend, &rows, tokens, ahead, run->scores);
+    run->kernel->weigh(run->attend, &rows, tokens, fetch, run->scores);
 }
 
 /*
@@ -220,7 +237,7 @@ static void rows_fold(const struct run *run, uint32_t first_row, uint32_t row_co
  * NaN is a NaN.
  */
 static void head_fold(const struct run *run, uint32_t head, const struct tile *tile,
-                      const struct kvk_attend_tokens *ahead)
+                      struct kvk_attend_fetch *fetch)
 {
     uint32_t row_count = run->unit->row_count;
     uint32_t row = 0;
@@ -237,20 +254,39 @@ static void head_fold(const struct run *run, uint32_t head, const struct tile *t
         }
         if (mask.begin < mask.end) {
             struct kvk_attend_tokens tokens = tile_tokens(run, tile, head, mask);
-            rows_fold(run, head * row_count + row, end_row - row, &tokens, ahead);
+            rows_fold(run, head * row_count + row, end_row - row, &tokens, fetch);
         }
         row = end_row;
     }
 }
 
+/* Half of a head's share is fetched while scores are made, half while values are weighed. */
+static struct kvk_attend_fetch tile_fetch(const struct run *run, const struct tile *tile)
+{
+    size_t token_bytes = run->k_bytes + (run->attend->latent ? 0 : run->v_bytes);
+    struct kvk_attend_fetch fetch = {
+        .area = tile->areas,
+        .area_end = tile->areas + tile->area_count,
+        .run_count = run->unit->head_count,
+        .runs_left = run->unit->head_count,
+        .line_count = (uint32_t)kvk_attend_steps(tile->count * token_bytes,
+                                                 (size_t)2 * KVK_ATTEND_LINE_BYTES),
+    };
+
+    if (tile->area_count > 0) {
+        fetch.run = tile->areas[0].begin;
+        fetch.next = fetch.run;
+        fetch.end = fetch.run + tile->areas[0].run_bytes;
+    }
+    return fetch;
+}
+
 static void tile_fold(const struct run *run, const struct tile *tile, const struct tile *next)
 {
+    struct kvk_attend_fetch fetch = tile_fetch(run, next);
+
     for (uint32_t head = 0; head < run->unit->head_count; head++) {
-        bool last = head + 1 == run->unit->head_count;
-        const struct tile *ahead_tile = last ? next : tile;
-        struct kvk_attend_tokens ahead =
-            tile_tokens(run, ahead_tile, last ? 0 : head + 1, (struct mask){0, ahead_tile->count});
-        head_fold(run, head, tile, &ahead);
+        head_fold(run, head, tile, &fetch);
     }
 }
 
