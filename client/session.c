@@ -12,6 +12,8 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "base/assert.h"
+
 #define TOKEN_SIZE 16
 #define SIDE_TIMEOUT_S 10
 
@@ -194,6 +196,7 @@ enum kvk_status kvkeep_session_open(struct kvkeep_client *client,
         session_free(new);
         return status;
     }
+    KVK_ASSERT(event != NULL);
     const Kvkeep__V1__SessionWelcome *welcome = event->welcome;
     new->id = welcome->session_id;
     memcpy(new->token, welcome->instance_token.data, TOKEN_SIZE);

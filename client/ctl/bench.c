@@ -15,8 +15,6 @@
 #define BLOCK_TOKENS 16
 #define BLOCK_BYTES (256 << 10)
 #define LOOKUPS 2000
-#define MIDDLE (LOOKUPS / 2)
-#define NEARLY_LAST (LOOKUPS - LOOKUPS / 100)
 
 struct bench {
     struct kvkeep_client *client;
@@ -54,11 +52,13 @@ static bool bench_lookup(struct bench *bench, uint64_t token_count)
         took_ns[i] = kvk_clock_now(kvk_clock_monotonic()) - began_ns;
     }
     qsort(took_ns, LOOKUPS, sizeof took_ns[0], compare_u64);
+    const uint32_t middle = LOOKUPS / 2;
+    const uint32_t nearly_last = LOOKUPS - LOOKUPS / 100;
     char name[64];
     (void)snprintf(name, sizeof name, "lookup_%llu_p50", (unsigned long long)token_count);
-    result_add(bench, name, (double)took_ns[MIDDLE] / 1000, "us");
+    result_add(bench, name, (double)took_ns[middle] / 1000, "us");
     (void)snprintf(name, sizeof name, "lookup_%llu_p99", (unsigned long long)token_count);
-    result_add(bench, name, (double)took_ns[NEARLY_LAST] / 1000, "us");
+    result_add(bench, name, (double)took_ns[nearly_last] / 1000, "us");
     return true;
 }
 

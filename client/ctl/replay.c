@@ -14,6 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/assert.h"
 #include "base/clock.h"
 #include "client/ctl/ctl.h"
 #include "client/ctl/private_daemon.h"
@@ -128,6 +129,7 @@ static enum kvk_status blocks_walk(struct replay_worker *worker, const uint32_t 
         if (status != KVK_OK) {
             return status;
         }
+        KVK_ASSERT(slot != NULL);
         bool same = true;
         for (uint32_t k = 0; k < BLOCK_BYTES / sizeof slot[0]; k++) {
             if (b >= cached) {

@@ -190,9 +190,13 @@ int ctl_top(const struct ctl_options *options, int argc, char **argv)
         (void)nanosleep(&wait, NULL);
         struct frame now = {0};
         code = frame_take(options, &now);
-        if (code == CTL_OK && options->json) {
+        if (code != CTL_OK || now.occupancy == NULL || before.occupancy == NULL) {
+            frame_finish(&now);
+            break;
+        }
+        if (options->json) {
             frame_json(&before, &now);
-        } else if (code == CTL_OK) {
+        } else {
             (void)printf("%skvkeepctl top, every %s\n\n", repaint ? "\033[H\033[2J" : "",
                          ctl_duration_ms(interval_ms));
             frame_print(&before, &now);

@@ -706,6 +706,7 @@ static bool run_prompt(struct worker *worker, enum scenario scenario, const uint
             compare(&reference, &got, count, tally);
         }
     }
+    worker->sequence = NULL;
     struct kvk_error error;
     enum kvk_status status = kvkeep_close(worker->session, &sequence, &error);
     if (status != KVK_OK && worker->status == KVK_OK) {
