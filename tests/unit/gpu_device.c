@@ -1,0 +1,406 @@
+/* The CPU device's memory and copies: what a mapping may do, and what it may not. */
+#include "gpu/device.h"
+
+#include <criterion/criterion.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/copy.h"
+#include "base/random.h"
+
+#define PAGE UINT64_C(4096)
+#define MIB (UINT64_C(1) << 20)
+
+static struct kvk_device *device;
+
+static struct kvk_device *open_with(const struct kvk_device_cpu_options *options)
+{
+    struct kvk_device *result = NULL;
+    struct kvk_error error;
+    enum kvk_status status = kvk_device_cpu_open(options, &result, &error);
+
+    cr_assert_eq(status, KVK_OK, "%s", error.text);
+    return result;
+}
+
+static void setup(void)
+{
+    device = open_with(NULL);
+}
+
+static void teardown(void)
+{
+    device->ops->close(device);
+}
+
+TestSuite(gpu_device, .init = setup, .fini = teardown);
+
+static struct kvk_region make_region(uint64_t size_bytes)
+{
+    struct kvk_region region;
+    struct kvk_error error;
+    enum kvk_status status = device->ops->alloc(device, size_bytes, "test", &region, &error);
+
+    cr_assert_eq(status, KVK_OK, "%s", error.text);
+    return region;
+}
+
+static void back(struct kvk_region *region, uint64_t offset, uint64_t size_bytes)
+{
+    struct kvk_error error;
+    enum kvk_status status = device->ops->back(device, region, offset, size_bytes, &error);
+
+    cr_assert_eq(status, KVK_OK, "%s", error.text);
+}
+
+static void punch(struct kvk_region *region, uint64_t offset, uint64_t size_bytes)
+{
+    struct kvk_error error;
+    enum kvk_status status = device->ops->punch(device, region, offset, size_bytes, &error);
+
+    cr_assert_eq(status, KVK_OK, "%s", error.text);
+}
+
+static bool is_filled(const uint8_t *bytes, uint64_t size_bytes, uint8_t value)
+{
+    for (uint64_t i = 0; i < size_bytes; i++) {
+        if (bytes[i] != value) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* ---- Opening ---- */
+
+Test(gpu_device, says_what_it_is)
+{
+    struct kvk_device_info info;
+    const struct kvk_device_cpu_options options = {.attend_thread_count = 3, .path = "plain"};
+    struct kvk_device *other = open_with(&options);
+
+    other->ops->info(other, &info);
+    cr_assert_str_eq(info.name, "cpu");
+    cr_assert_str_eq(info.path, "plain");
+    cr_assert_eq(info.thread_count, 3);
+    other->ops->close(other);
+
+    device->ops->info(device, &info);
+    cr_assert_geq(info.thread_count, 1);
+}
+
+Test(gpu_device, refuses_options_that_cannot_be)
+{
+    const struct kvk_device_cpu_options unknown = {.path = "avx1024"};
+    const struct kvk_device_cpu_options attend = {.attend_thread_count = 1025};
+    const struct kvk_device_cpu_options copy = {.copy_thread_count = UINT32_MAX};
+    struct kvk_device *other = NULL;
+    struct kvk_error error;
+
+    cr_assert_eq(kvk_device_cpu_open(&unknown, &other, &error), KVK_UNSUPPORTED);
+    cr_assert_str_eq(error.field, "path");
+    cr_assert_eq(kvk_device_cpu_open(&attend, &other, &error), KVK_INVALID);
+    cr_assert_str_eq(error.field, "attend_thread_count");
+    cr_assert_eq(kvk_device_cpu_open(&copy, &other, &error), KVK_INVALID);
+    cr_assert_str_eq(error.field, "copy_thread_count");
+}
+
+Test(gpu_device, refuses_regions_that_cannot_be)
+{
+    struct kvk_region region;
+    struct kvk_error error;
+
+    cr_assert_eq(device->ops->alloc(device, 0, "none", &region, &error), KVK_INVALID);
+    cr_assert_str_eq(error.field, "size_bytes");
+    cr_assert_eq(device->ops->alloc(device, UINT64_MAX, "all", &region, &error), KVK_INVALID);
+    /* More than there is address space: refused by the system, not by us. */
+    cr_assert_eq(device->ops->alloc(device, UINT64_C(1) << 60, "much", &region, &error),
+                 KVK_EXHAUSTED);
+}
+
+/* ---- Memory ---- */
+
+Test(gpu_device, seals_hold)
+{
+    struct kvk_region region = make_region(MIB);
+    struct kvk_export export;
+    struct kvk_error error;
+    struct stat status;
+
+    cr_assert_eq(device->ops->export(device, &region, &export, &error), KVK_OK);
+    cr_assert_eq(export.kind, KVK_EXPORT_MEMFD);
+    cr_assert_eq(export.fd, region.fd);
+    cr_assert_eq(fstat(export.fd, &status), 0);
+    cr_assert_eq((uint64_t)status.st_size, region.size_bytes);
+    cr_assert_eq(ftruncate(export.fd, (off_t)PAGE), -1);
+    cr_assert_eq(errno, EPERM);
+    cr_assert_eq(ftruncate(export.fd, (off_t)(2 * MIB)), -1);
+    cr_assert_eq(errno, EPERM);
+    cr_assert_eq(fcntl(export.fd, F_ADD_SEALS, F_SEAL_WRITE), -1, "sealed against further seals");
+    cr_assert_eq(errno, EPERM);
+    device->ops->free(device, &region);
+}
+
+Test(gpu_device, a_huge_region_costs_nothing_until_backed)
+{
+    struct kvk_region region = make_region(UINT64_C(1) << 40);
+
+    cr_assert_eq(device->ops->backed_bytes(device, &region), 0);
+    back(&region, (UINT64_C(1) << 39) + 1, 3 * MIB);
+    uint64_t backed = device->ops->backed_bytes(device, &region);
+    cr_assert(backed >= 3 * MIB && backed <= 3 * MIB + 2 * PAGE, "%llu",
+              (unsigned long long)backed);
+    memset(region.address + (UINT64_C(1) << 39) + 1, 7, 3 * MIB);
+    cr_assert_eq(device->ops->backed_bytes(device, &region), backed, "writes faulted nothing in");
+    device->ops->free(device, &region);
+}
+
+Test(gpu_device, an_older_mapping_sees_zeros_after_a_punch)
+{
+    struct kvk_region region = make_region(8 * MIB);
+
+    back(&region, MIB, 2 * MIB);
+    uint8_t *mapping =
+        mmap(NULL, region.size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, region.fd, 0);
+    cr_assert_neq(mapping, MAP_FAILED);
+    memset(region.address + MIB, 0xa5, 2 * MIB);
+    cr_assert(is_filled(mapping + MIB, 2 * MIB, 0xa5));
+
+    punch(&region, MIB, MIB);
+    cr_assert_eq(device->ops->backed_bytes(device, &region), MIB);
+    cr_assert(is_filled(mapping + MIB, MIB, 0));
+    cr_assert(is_filled(mapping + 2 * MIB, MIB, 0xa5), "what was not punched stays");
+    munmap(mapping, region.size_bytes);
+    device->ops->free(device, &region);
+}
+
+Test(gpu_device, a_punch_rounds_inward)
+{
+    struct kvk_region region = make_region(MIB);
+
+    back(&region, 0, MIB);
+    memset(region.address, 1, MIB);
+    punch(&region, 100, PAGE - 100 + PAGE + 1);
+    cr_assert(is_filled(region.address, PAGE, 1));
+    cr_assert(is_filled(region.address + PAGE, PAGE, 0));
+    cr_assert(is_filled(region.address + 2 * PAGE, PAGE, 1));
+    punch(&region, 100, PAGE); /* holds no whole page */
+    cr_assert(is_filled(region.address, PAGE, 1));
+    device->ops->free(device, &region);
+}
+
+Test(gpu_device, strays_count_as_backed)
+{
+    struct kvk_region region = make_region(64 * MIB);
+
+    uint8_t *mapping =
+        mmap(NULL, region.size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, region.fd, 0);
+    cr_assert_neq(mapping, MAP_FAILED);
+    back(&region, 0, MIB);
+    mapping[40 * MIB] = 1;
+    mapping[50 * MIB] = 1;
+    cr_assert_eq(device->ops->backed_bytes(device, &region), MIB + 2 * PAGE);
+    punch(&region, 0, region.size_bytes);
+    cr_assert_eq(device->ops->backed_bytes(device, &region), 0);
+    munmap(mapping, region.size_bytes);
+    device->ops->free(device, &region);
+}
+
+/* Another process keeps its mapping past the region's end: it reads zeros, and holds no memory. */
+Test(gpu_device, a_freed_region_leaves_nothing_to_see)
+{
+    struct kvk_region region = make_region(4 * MIB);
+
+    back(&region, 0, 4 * MIB);
+    memset(region.address, 0x5a, 4 * MIB);
+    int kept = dup(region.fd);
+    uint8_t *mapping = mmap(NULL, 4 * MIB, PROT_READ, MAP_SHARED, kept, 0);
+    cr_assert_neq(mapping, MAP_FAILED);
+    cr_assert_eq(mapping[MIB], 0x5a);
+    device->ops->free(device, &region);
+    struct stat status;
+    cr_assert_eq(fstat(kept, &status), 0);
+    cr_assert_eq(status.st_blocks, 0);
+    cr_assert(is_filled(mapping, 4 * MIB, 0));
+    munmap(mapping, 4 * MIB);
+    close(kept);
+}
+
+Test(gpu_device, backing_again_loses_nothing)
+{
+    struct kvk_device_cpu_options options = {.huge_pages = true};
+    struct kvk_device *huge = open_with(&options);
+    struct kvk_region region;
+    struct kvk_error error;
+
+    cr_assert_eq(huge->ops->alloc(huge, 16 * MIB, "huge", &region, &error), KVK_OK);
+    cr_assert_eq((uintptr_t)region.address % (2 * MIB), 0, "huge pages need their alignment");
+    cr_assert_eq(huge->ops->back(huge, &region, MIB, 5 * MIB, &error), KVK_OK);
+    memset(region.address + MIB, 0x3c, 5 * MIB);
+    cr_assert_eq(huge->ops->back(huge, &region, 0, 16 * MIB, &error), KVK_OK);
+    cr_assert(is_filled(region.address, MIB, 0));
+    cr_assert(is_filled(region.address + MIB, 5 * MIB, 0x3c));
+    cr_assert_eq(huge->ops->backed_bytes(huge, &region), 16 * MIB);
+    huge->ops->free(huge, &region);
+    huge->ops->close(huge);
+}
+
+/* ---- Copies ---- */
+
+static void copy_checked(struct kvk_device *with, const struct kvk_copy *copies, uint32_t count)
+{
+    struct kvk_error error;
+    enum kvk_status status = with->ops->copy(with, copies, count, &error);
+
+    cr_assert_eq(status, KVK_OK, "%s", error.text);
+}
+
+/* Random pieces with guards around the targets; some with a checksum. */
+static void copy_random(struct kvk_device *with, uint64_t seed, uint64_t size_max)
+{
+    enum { COUNT = 9, GUARD = 80 };
+    struct kvk_random random;
+    struct kvk_copy copies[COUNT];
+    uint64_t checksums[COUNT] = {0};
+    uint8_t *targets[COUNT];
+    uint8_t *sources[COUNT];
+    uint32_t count;
+
+    kvk_random_init(&random, seed);
+    count = 1 + (uint32_t)kvk_random_below(&random, COUNT);
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t size = kvk_random_below(&random, size_max);
+        uint64_t target_skew = GUARD + kvk_random_below(&random, 64);
+        uint64_t source_skew = kvk_random_below(&random, 64);
+        targets[i] = malloc(size + target_skew + GUARD);
+        sources[i] = malloc(size + source_skew + 1);
+        memset(targets[i], 0xee, size + target_skew + GUARD);
+        kvk_random_fill(&random, sources[i], size + source_skew + 1);
+        copies[i] = (struct kvk_copy){
+            .target = targets[i] + target_skew,
+            .source = sources[i] + source_skew,
+            .size_bytes = size,
+            .checksum = kvk_random_chance(&random, 0.6) ? &checksums[i] : NULL,
+        };
+    }
+    copy_checked(with, copies, count);
+    for (uint32_t i = 0; i < count; i++) {
+        const uint8_t *target = copies[i].target;
+        uint64_t size = copies[i].size_bytes;
+        cr_assert(size == 0 || memcmp(target, copies[i].source, size) == 0, "seed %llu",
+                  (unsigned long long)seed);
+        cr_assert(is_filled(target - GUARD, GUARD, 0xee), "seed %llu", (unsigned long long)seed);
+        cr_assert(is_filled(target + size, GUARD, 0xee), "seed %llu", (unsigned long long)seed);
+        if (copies[i].checksum != NULL) {
+            cr_assert_eq(checksums[i], kvk_checksum(copies[i].source, size), "seed %llu",
+                         (unsigned long long)seed);
+        }
+        free(targets[i]);
+        free(sources[i]);
+    }
+}
+
+Test(gpu_device, copies_any_size_and_alignment)
+{
+    for (uint64_t seed = 0; seed < 150; seed++) {
+        copy_random(device, seed, seed % 3 == 0 ? 300 : 200000);
+    }
+}
+
+Test(gpu_device, copies_with_threads_and_odd_steps)
+{
+    const struct kvk_device_cpu_options options = {.copy_thread_count = 3, .copy_step_bytes = 5000};
+    struct kvk_device *other = open_with(&options);
+
+    for (uint64_t seed = 1000; seed < 1040; seed++) {
+        copy_random(other, seed, seed % 4 == 0 ? 4 * MIB : 100000);
+    }
+    other->ops->close(other);
+}
+
+/* A lone piece without a checksum is cut between threads: the cuts must meet. */
+Test(gpu_device, a_lone_piece_is_cut_without_a_gap)
+{
+    const struct kvk_device_cpu_options options = {.copy_thread_count = 4};
+    struct kvk_device *other = open_with(&options);
+    const uint64_t sizes[] = {MIB - 1, MIB, MIB + 1, 4 * MIB, 4 * MIB + 63, 7 * MIB + 12345};
+
+    for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++) {
+        struct kvk_random random;
+        uint8_t *source = malloc(sizes[i]);
+        uint8_t *target = calloc(sizes[i] + 1, 1);
+        struct kvk_copy copy = {.target = target, .source = source, .size_bytes = sizes[i]};
+        kvk_random_init(&random, i);
+        kvk_random_fill(&random, source, sizes[i]);
+        copy_checked(other, &copy, 1);
+        cr_assert_eq(memcmp(source, target, sizes[i]), 0);
+        cr_assert_eq(target[sizes[i]], 0);
+        free(source);
+        free(target);
+    }
+    other->ops->close(other);
+}
+
+Test(gpu_device, an_empty_piece_has_the_checksum_of_nothing)
+{
+    uint64_t checksum = 1;
+    struct kvk_copy copy = {.checksum = &checksum};
+
+    copy_checked(device, &copy, 1);
+    cr_assert_eq(checksum, kvk_checksum("", 0));
+    copy_checked(device, NULL, 0);
+}
+
+static void *copy_thread(void *argument)
+{
+    uint64_t seed = *(uint64_t *)argument;
+
+    for (uint64_t i = 0; i < 20; i++) {
+        copy_random(device, seed + i, 100000);
+    }
+    return NULL;
+}
+
+Test(gpu_device, copies_run_side_by_side)
+{
+    pthread_t threads[4];
+    uint64_t seeds[4];
+
+    for (uint64_t i = 0; i < 4; i++) {
+        seeds[i] = 5000 + 100 * i;
+        cr_assert_eq(pthread_create(&threads[i], NULL, copy_thread, &seeds[i]), 0);
+    }
+    for (uint64_t i = 0; i < 4; i++) {
+        pthread_join(threads[i], NULL);
+    }
+}
+
+Test(gpu_device, the_test_hook_delays_each_piece)
+{
+    const struct kvk_device_cpu_options options = {.test_copy_delay_us = 20000};
+    struct kvk_device *slow = open_with(&options);
+    struct kvk_copy copies[3];
+    uint8_t target[3] = {0};
+    struct timespec begin;
+    struct timespec end;
+
+    for (uint32_t i = 0; i < 3; i++) {
+        copies[i] = (struct kvk_copy){.target = &target[i], .source = "x", .size_bytes = 1};
+    }
+    clock_gettime(CLOCK_MONOTONIC, &begin);
+    copy_checked(slow, copies, 3);
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    double seconds =
+        (double)(end.tv_sec - begin.tv_sec) + 1e-9 * (double)(end.tv_nsec - begin.tv_nsec);
+    cr_assert_geq(seconds, 0.06);
+    cr_assert_eq(memcmp(target, "xxx", 3), 0);
+    slow->ops->close(slow);
+}
