@@ -307,6 +307,11 @@ Test(tiering, a_bounded_number_of_second_copies)
     for (uint32_t i = 0; i < BLOCKS; i++) {
         ids[i] = sealed_block(&store, DEVICE, i + 1);
         store_release(&store, ids[i]);
+        if (i == BLOCKS / 2) {
+            kvk_tier_run_ahead_drops(store.cache);
+            kvk_tier_run_ahead_drops(store.cache);
+            cr_assert_eq(store_used(&store, HOST), 0, "there is room enough");
+        }
     }
     for (uint32_t i = 0; i < 40; i++) {
         kvk_tier_run_ahead_drops(store.cache);
