@@ -151,6 +151,10 @@ enum kvk_status kvkeep_server_info(struct kvkeep_client *client, struct kvkeep_s
     if (response->boot_id.len == sizeof info->boot_id) {
         memcpy(info->boot_id, response->boot_id.data, sizeof info->boot_id);
     }
+    for (size_t t = 0; t < response->n_tenants && t < KVKEEP_TENANTS_SHOWN; t++) {
+        text_copy(info->tenants[t], sizeof info->tenants[t], response->tenants[t]);
+        info->tenant_count++;
+    }
     info->admin = response->admin;
     info->device_bytes = response->device_bytes;
     info->host_bytes = response->host_bytes;

@@ -42,13 +42,17 @@ void kvkeep_disconnect(struct kvkeep_client *client); /* sessions first; NULL is
 /* Where the connection options say nothing: KVKEEP_TARGET, else the daemon's default socket. */
 const char *kvkeep_default_target(void);
 
+#define KVKEEP_TENANTS_SHOWN 16
+
 struct kvkeep_server_info {
     char version[32];
     uint8_t boot_id[16];
     char policy[16];
     char device[64];
     char device_path[32];
-    char tenant[256];
+    char tenant[256];                        /* whom calls that name none are for */
+    char tenants[KVKEEP_TENANTS_SHOWN][256]; /* [tenant_count] the credential may act for */
+    uint32_t tenant_count;
     bool admin;
     uint64_t device_bytes;
     uint64_t host_bytes;

@@ -24,10 +24,25 @@ if ! { cmake --preset release && cmake --build --preset release -j "$(nproc)"; }
 fi
 bin=$PWD/build/release/bin
 
-# The daemon runs on its embedded default, which puts its socket into the runtime folder.
+# The daemon runs on its embedded defaults but for two things: small tiers, so that a short
+# demonstration fills them, and three tenants instead of one.
 folder=$(mktemp -d "${XDG_RUNTIME_DIR:-/tmp}/kvkeep-demo.XXXX")
 address=unix:$folder/kvkeep.sock
-XDG_RUNTIME_DIR=$folder "$bin/kvkeepd" 2>"$folder/kvkeepd.log" &
+cat >"$folder/kvkeepd.conf" <<END
+[server]
+unix_path = $folder/kvkeep.sock
+[tiers]
+device_bytes = 64 MiB
+host_bytes = 192 MiB
+[tenant chat]
+[tenant agents]
+[tenant research]
+[credential demonstration]
+uids = $(id -u)
+tenants = chat, agents, research
+admin = yes
+END
+"$bin/kvkeepd" --config "$folder/kvkeepd.conf" 2>"$folder/kvkeepd.log" &
 daemon=$!
 
 finish() {
@@ -56,7 +71,7 @@ until "$bin/kvkeepctl" --connect "$address" status >/dev/null 2>&1; do
     sleep 0.1
 done
 
-"$bin/kvkeepctl" --connect "$address" demo
+"$bin/kvkeepctl" --connect "$address" demo --workers 4 --requests 4000
 "$bin/tiny_llama" --connect "$address"
 
 if [[ $once == yes ]]; then

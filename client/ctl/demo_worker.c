@@ -30,6 +30,7 @@ struct demo_worker {
     struct kvkeep_session *session;
     struct kvkeep_space space;
     struct kvkeep_map maps[3]; /* by enum kvkeep_tier */
+    uint32_t space_mark;       /* tells tenants and models apart where prefixes are remembered */
     struct workload workload;
     uint64_t prefixes[WORKLOAD_TOKENS_MAX + 1]; /* [t]: the prefix that ends with token t */
     struct kvk_error error;
@@ -42,8 +43,10 @@ static uint64_t add(_Atomic uint64_t *counter, uint64_t count)
 
 /* ---- prefixes seen by anybody: what a cache without end would hit ---- */
 
-static bool seen(struct demo_shared *shared, uint64_t prefix, bool insert)
+static bool seen(struct demo_worker *worker, uint64_t prefix_of_tokens, bool insert)
 {
+    struct demo_shared *shared = worker->shared;
+    uint64_t prefix = workload_fold(prefix_of_tokens, worker->space_mark);
     uint64_t wanted = prefix == 0 ? 1 : prefix;
     for (uint32_t i = 0; i < 64; i++) {
         _Atomic uint64_t *place = &shared->seen[(prefix + i) % DEMO_SEEN_COUNT];
@@ -149,7 +152,7 @@ static void prefixes_make(struct demo_worker *worker, const uint32_t *tokens, ui
 static void mark_seen(struct demo_worker *worker, uint64_t tokens)
 {
     for (uint64_t b = 1; b * BLOCK_TOKENS <= tokens; b++) {
-        (void)seen(worker->shared, worker->prefixes[b * BLOCK_TOKENS - 1], true);
+        (void)seen(worker, worker->prefixes[b * BLOCK_TOKENS - 1], true);
     }
 }
 
@@ -308,7 +311,7 @@ static void count_lookup(struct demo_worker *worker, const struct workload_conve
     uint64_t blocks = prompt->token_count / BLOCK_TOKENS;
     uint64_t ceiling = 0;
     while (ceiling < blocks &&
-           seen(shared, worker->prefixes[(ceiling + 1) * BLOCK_TOKENS - 1], false)) {
+           seen(worker, worker->prefixes[(ceiling + 1) * BLOCK_TOKENS - 1], false)) {
         ceiling++;
     }
     add(&shared->blocks, blocks);
@@ -433,8 +436,18 @@ static bool worker_open(struct demo_worker *worker, const struct ctl_options *op
     (void)snprintf(name, sizeof name, "demo worker %u", number);
     struct kvkeep_options connect = {.target = options->target, .token = options->token};
     struct kvkeep_session_options session = {.name = name};
-    return kvkeep_connect(&connect, &worker->client, &worker->error) == KVK_OK &&
-           kvkeep_space_open(worker->client, &space, &worker->space, &worker->error) == KVK_OK &&
+    struct kvkeep_server_info info;
+    if (kvkeep_connect(&connect, &worker->client, &worker->error) != KVK_OK ||
+        kvkeep_server_info(worker->client, &info, &worker->error) != KVK_OK) {
+        return false;
+    }
+    if (info.tenant_count > 1) { /* workers are dealt out over the tenants */
+        session.tenant = info.tenants[number % info.tenant_count];
+        space.tenant = session.tenant;
+    }
+    worker->space_mark =
+        (info.tenant_count > 1 ? number % info.tenant_count : 0) * 2 + (number % 4 == 3 ? 1 : 0);
+    return kvkeep_space_open(worker->client, &space, &worker->space, &worker->error) == KVK_OK &&
            kvkeep_session_open(worker->client, &session, &worker->session, &worker->error) ==
                KVK_OK;
 }
