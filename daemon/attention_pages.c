@@ -16,7 +16,6 @@
 /* Blocks that are held or let go with the lock held in one go. */
 #define SLICE_PAGES 1024
 
-
 /* ---- What an item attends ---- */
 
 /* A sequence or lease, as far as attention goes. Valid as long as the lock is held. */
@@ -157,7 +156,7 @@ static enum kvk_status measure_drops(struct kvk_attention_plan *plan, struct kvk
         status = kvk_attention_choose_group(plan, space, error);
     }
     for (uint32_t i = 0; status == KVK_OK && i < request->item_count; i++) {
-        struct source source;
+        struct source source = {.space = NULL};
         status = find_item(plan, i, &source, error);
         if (status != KVK_OK) {
             break;
@@ -216,6 +215,7 @@ static enum kvk_status page_take(struct kvk_attention_plan *plan, uint32_t index
 {
     const struct kvk_attention_span *span = &plan->spans[index];
     uint64_t place = span->offset + (page - span->first_page);
+    KVK_ASSERT(plan->pages != NULL && place < plan->page_count);
     struct kvk_attention_page *taken = &plan->pages[place];
 
     if (id == KVK_BLOCK_NONE) {
@@ -243,9 +243,9 @@ static enum kvk_status item_take_drops(struct kvk_attention_plan *plan, uint32_t
     struct kvk_attend_visible visible =
         visible_of(plan, &plan->request->items[index], span->token_count);
     enum kvk_status status = KVK_OK;
+    struct source source = {.space = NULL};
 
     for (uint32_t i = 0; status == KVK_OK && i < span->page_count; i++) {
-        struct source source;
         uint64_t page = span->first_page + i;
         uint64_t tokens =
             overlap(visible.sinks, page, block_tokens) + overlap(visible.rest, page, block_tokens);
@@ -261,7 +261,7 @@ static enum kvk_status item_take_drops(struct kvk_attention_plan *plan, uint32_t
             }
         }
         if (tokens > 0) {
-            KVK_ASSERT(page < source.block_count);
+            KVK_ASSERT(source.blocks != NULL && page < source.block_count);
             status = page_take(plan, index, page, source.blocks[page], error);
         }
         if (status == KVK_OK && tokens > 0) {

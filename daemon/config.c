@@ -164,6 +164,7 @@ static bool share_uid(const struct kvk_credential_config *a, const struct kvk_cr
 static enum kvk_status credential_check(const struct kvk_config *config, uint32_t index,
                                         struct kvk_error *error)
 {
+    KVK_ASSERT(config->credentials != NULL);
     const struct kvk_credential_config *credential = &config->credentials[index];
     size_t token_size = strlen(credential->token);
 

@@ -1,10 +1,11 @@
-#include "daemon/report_internal.h"
+#include "daemon/report.h"
 
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/assert.h"
+#include "daemon/report_internal.h"
 
 /* Steps (a block, a table's place, a row) with the lock held in one go: well under 1 ms. */
 #define SLICE_WORK 4096

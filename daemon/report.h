@@ -15,14 +15,14 @@ struct kvk_tier_report {
     uint64_t used_bytes; /* slots in use, quarantine included */
     uint64_t free_bytes; /* limit - used */
     uint64_t slab_bytes;
-    uint64_t active_bytes;     /* bound by sequences: unsealed, or held by one */
-    uint64_t leased_bytes;     /* bound by leases alone */
+    uint64_t active_bytes; /* bound by sequences: unsealed, or held by one */
+    uint64_t leased_bytes; /* bound by leases alone */
     uint64_t evictable_bytes;
     uint64_t copying_bytes;
     uint64_t quarantine_bytes;
     uint64_t growth_bytes;
     uint64_t stray_bytes;
-    uint64_t scattered_bytes;  /* free slots in slabs that no other geometry can use as they are */
+    uint64_t scattered_bytes; /* free slots in slabs that no other geometry can use as they are */
     uint64_t largest_admissible_bytes;
 };
 
@@ -37,12 +37,10 @@ struct kvk_group_report {
 };
 
 /* Rows are the caller's to free(). `tenant` NULL: all that the credential may see. */
-KVK_CHECKED enum kvk_status kvk_report_occupancy(struct kvk_cache *cache,
-                                                 const struct kvk_caller *caller,
-                                                 struct kvk_view tenant,
-                                                 struct kvk_tier_report tiers[KVK_TIER_COUNT],
-                                                 struct kvk_group_report **rows,
-                                                 uint32_t *row_count, struct kvk_error *error);
+KVK_CHECKED enum kvk_status
+kvk_report_occupancy(struct kvk_cache *cache, const struct kvk_caller *caller,
+                     struct kvk_view tenant, struct kvk_tier_report tiers[KVK_TIER_COUNT],
+                     struct kvk_group_report **rows, uint32_t *row_count, struct kvk_error *error);
 
 struct kvk_space_report {
     uint64_t space_id;
@@ -59,11 +57,9 @@ struct kvk_space_report {
     uint64_t hit_tokens;
     uint64_t generation;
 };
-KVK_CHECKED enum kvk_status kvk_report_spaces(struct kvk_cache *cache,
-                                              const struct kvk_caller *caller,
-                                              struct kvk_view tenant,
-                                              struct kvk_space_report **rows, uint32_t *row_count,
-                                              struct kvk_error *error);
+KVK_CHECKED enum kvk_status
+kvk_report_spaces(struct kvk_cache *cache, const struct kvk_caller *caller, struct kvk_view tenant,
+                  struct kvk_space_report **rows, uint32_t *row_count, struct kvk_error *error);
 void kvk_report_spaces_free(struct kvk_space_report *rows, uint32_t row_count);
 
 struct kvk_sequence_report {
@@ -83,11 +79,12 @@ struct kvk_sequence_report {
     uint64_t growth_tokens;
 };
 /* Up to `limit` rows with ids above `after_id`, in the order of ids. */
-KVK_CHECKED enum kvk_status
-kvk_report_sequences(struct kvk_cache *cache, const struct kvk_caller *caller,
-                     struct kvk_view tenant, uint64_t after_id, uint64_t limit,
-                     struct kvk_sequence_report **rows, uint32_t *row_count, bool *more,
-                     struct kvk_error *error);
+KVK_CHECKED enum kvk_status kvk_report_sequences(struct kvk_cache *cache,
+                                                 const struct kvk_caller *caller,
+                                                 struct kvk_view tenant, uint64_t after_id,
+                                                 uint64_t limit, struct kvk_sequence_report **rows,
+                                                 uint32_t *row_count, bool *more,
+                                                 struct kvk_error *error);
 
 struct kvk_lease_report {
     uint64_t lease_id;
@@ -102,12 +99,10 @@ struct kvk_lease_report {
     bool copy_pin;
     uint32_t open_transfers;
 };
-KVK_CHECKED enum kvk_status kvk_report_leases(struct kvk_cache *cache,
-                                              const struct kvk_caller *caller,
-                                              struct kvk_view tenant, uint64_t after_id,
-                                              uint64_t limit, struct kvk_lease_report **rows,
-                                              uint32_t *row_count, bool *more,
-                                              struct kvk_error *error);
+KVK_CHECKED enum kvk_status
+kvk_report_leases(struct kvk_cache *cache, const struct kvk_caller *caller, struct kvk_view tenant,
+                  uint64_t after_id, uint64_t limit, struct kvk_lease_report **rows,
+                  uint32_t *row_count, bool *more, struct kvk_error *error);
 
 struct kvk_session_report {
     uint64_t session_id; /* shown to admins only, else 0: it is a capability */
@@ -166,13 +161,11 @@ struct kvk_refusal {
 };
 
 /* Newest first, at most `limit`. `advice` gets one or two sentences about the present state. */
-KVK_CHECKED enum kvk_status kvk_report_why(struct kvk_cache *cache, const struct kvk_caller *caller,
-                                           struct kvk_view tenant, uint64_t sequence_id,
-                                           struct kvk_refusal *refusals, uint32_t limit,
-                                           uint32_t *count,
-                                           struct kvk_tier_report tiers[KVK_TIER_COUNT],
-                                           char *advice, size_t advice_size,
-                                           struct kvk_error *error);
+KVK_CHECKED enum kvk_status
+kvk_report_why(struct kvk_cache *cache, const struct kvk_caller *caller, struct kvk_view tenant,
+               uint64_t sequence_id, struct kvk_refusal *refusals, uint32_t limit, uint32_t *count,
+               struct kvk_tier_report tiers[KVK_TIER_COUNT], char *advice, size_t advice_size,
+               struct kvk_error *error);
 
 /* Visit every counter and gauge of the engine by its Prometheus name (labels included). */
 void kvk_report_stats(struct kvk_cache *cache,

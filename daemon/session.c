@@ -1,4 +1,4 @@
-#include "daemon/session_internal.h"
+#include "daemon/session.h"
 
 #include <fcntl.h>
 #include <sched.h>
@@ -11,6 +11,7 @@
 #include "base/bytes.h"
 #include "base/log.h"
 #include "base/random.h"
+#include "daemon/session_internal.h"
 
 uint64_t kvk_cache_new_id(struct kvk_cache *cache)
 {
@@ -276,6 +277,7 @@ enum kvk_status kvk_session_begin(struct kvk_cache *cache, const struct kvk_call
     kvk_lock(&cache->lock);
     status = choose_instance(cache, hello, tenant, fresh, &instance, &reason);
     if (status == KVK_OK) {
+        KVK_ASSERT(instance != NULL);
         if (opens) {
             instance_link(cache, instance, session);
         }

@@ -201,6 +201,7 @@ static enum kvk_status map_slots(struct kvk_cache *cache, const struct kvk_calle
         status = find_slots(cache, caller, session, request, &group, &shard, error);
     }
     if (status == KVK_OK) {
+        KVK_ASSERT(session != NULL && group != NULL);
         struct kvk_group_tier *tier = &group->tiers[request->tier];
         mapping->kind = KVK_MAP_SLOTS;
         mapping->writable = !request->read_only;

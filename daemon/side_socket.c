@@ -56,6 +56,8 @@ struct kvk_side_socket {
     uint32_t free_client; /* list by next_free */
     uint32_t new_count;   /* clients that have a deadline */
     uint32_t ended_count;
+    uint64_t told_ns; /* when a refusal was last logged */
+    uint32_t untold;  /* refusals since then */
     pthread_t thread;
 };
 
@@ -223,6 +225,22 @@ static bool answer(const struct client *client, uint8_t code, const int fds[2])
     return sent == 1;
 }
 
+/* Whoever knocks in a loop does not fill the log. */
+static void tell_refusal(struct kvk_side_socket *side, const struct client *client,
+                         enum kvk_status status)
+{
+    uint64_t now_ns = kvk_clock_now(kvk_clock_monotonic());
+
+    if (now_ns - side->told_ns < KVK_NS_PER_SECOND) {
+        side->untold++;
+        return;
+    }
+    kvk_log(KVK_LOG_WARNING, "side_socket_refused", "pid=%d uid=%u reason=%s untold=%u",
+            client->pid, client->uid, kvk_status_name(status), side->untold);
+    side->told_ns = now_ns;
+    side->untold = 0;
+}
+
 /* The first message says whose the connection is. False: close it. */
 static bool bind_client(struct kvk_side_socket *side, struct client *client)
 {
@@ -232,8 +250,7 @@ static bool bind_client(struct kvk_side_socket *side, struct client *client)
     enum kvk_status status =
         kvk_side_bind(side->cache, client->message, client->pid, client->uid, &session_id, &pidfd);
     if (status != KVK_OK) {
-        kvk_log(KVK_LOG_WARNING, "side_socket_refused", "pid=%d uid=%u reason=%s", client->pid,
-                client->uid, kvk_status_name(status));
+        tell_refusal(side, client, status);
         (void)answer(client, 1, NULL);
         return false;
     }

@@ -43,6 +43,7 @@ static void tenant_init(struct kvk_tenant *tenant, uint32_t index, const char *n
 {
     uint8_t secret[KVK_SECRET_SIZE];
 
+    KVK_ASSERT(tenant != NULL);
     /* Both are of KVK_NAME_SIZE and end with a NUL. */
     memcpy(tenant->name, name, strlen(name) + 1);
     tenant->index = index;

@@ -22,7 +22,7 @@
 struct kvk_tenant {
     char name[KVK_NAME_SIZE];
     uint32_t index;
-    struct kvk_hasher hasher; /* keyed with the tenant's random secret */
+    struct kvk_hasher hasher;          /* keyed with the tenant's random secret */
     struct kvk_hasher hasher_constant; /* test hook: every key alike */
 };
 
