@@ -249,14 +249,16 @@ static void accept_some(struct kvk_server *server, const struct kvk_listener *li
     }
 }
 
-static bool is_listener(const struct kvk_connections *connections, const void *pointer)
+/* What an event's pointer stands for, if it is a listener; else NULL. */
+static const struct kvk_listener *listener_of(const struct kvk_connections *connections,
+                                              const void *pointer)
 {
     for (uint32_t i = 0; i < connections->listener_count; i++) {
         if (pointer == &connections->listeners[i]) {
-            return true;
+            return &connections->listeners[i];
         }
     }
-    return false;
+    return NULL;
 }
 
 static void *accept_run(void *argument)
@@ -269,8 +271,9 @@ static void *accept_run(void *argument)
         /* Ends before beginnings: who reconnects at once finds its old self gone. */
         for (int i = 0; i < count; i++) {
             void *pointer = events[i].data.ptr;
-            if (pointer != connections && !is_listener(connections, pointer)) {
+            if (pointer != connections && listener_of(connections, pointer) == NULL) {
                 connection_close(server, pointer);
+                events[i].data.ptr = NULL;
             }
         }
         for (int i = 0; i < count; i++) {
@@ -281,9 +284,11 @@ static void *accept_run(void *argument)
                 if (atomic_load(&connections->stop_accepting)) {
                     kvk_listeners_stop(connections, &server->options);
                 }
-            } else if (is_listener(connections, pointer) &&
-                       !atomic_load(&connections->stop_accepting)) {
-                accept_some(server, pointer);
+                continue;
+            }
+            const struct kvk_listener *listener = listener_of(connections, pointer);
+            if (listener != NULL && !atomic_load(&connections->stop_accepting)) {
+                accept_some(server, listener);
             }
         }
     }

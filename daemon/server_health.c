@@ -6,6 +6,7 @@
  */
 #include "daemon/server_private.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -66,7 +67,7 @@ enum kvk_status kvk_health_set(struct kvk_health *health, const char *service, b
     if (found == NULL && health->service_count < KVK_SERVER_HEALTH_SERVICES_MAX &&
         strlen(service) < sizeof(found->name)) {
         found = &health->services[health->service_count++];
-        strcpy(found->name, service);
+        (void)snprintf(found->name, sizeof(found->name), "%s", service);
     }
     if (found == NULL) {
         status = KVK_EXHAUSTED;
@@ -226,7 +227,7 @@ static void watch_called(struct kvk_call *call, void *user_data)
         watch->health = health;
         watch->call = call;
         watch->sent = NOTHING_SENT;
-        strcpy(watch->service, request->service);
+        (void)snprintf(watch->service, sizeof(watch->service), "%s", request->service);
     }
     grpc__health__v1__health_check_request__free_unpacked(request, NULL);
     if (watch != NULL) {

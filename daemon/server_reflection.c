@@ -215,7 +215,9 @@ enum kvk_status kvk_reflection_create(struct kvk_bytes descriptor_set,
         return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "descriptor_set",
                         "is malformed or larger than reflection allows");
     }
-    qsort(made->symbols, made->symbol_count, sizeof(made->symbols[0]), symbol_compare);
+    if (made->symbol_count > 0) {
+        qsort(made->symbols, made->symbol_count, sizeof(made->symbols[0]), symbol_compare);
+    }
     *reflection = made;
     return KVK_OK;
 }
@@ -235,10 +237,13 @@ void kvk_reflection_destroy(struct kvk_reflection *reflection)
     free(reflection);
 }
 
-/* ---- answering ---- */
+/* ---- answering: `head` has what stands in every response ---- */
 
 static int64_t symbol_file(const struct kvk_reflection *reflection, const char *name)
 {
+    if (reflection->symbol_count == 0) {
+        return -1;
+    }
     struct symbol key = {.name = (char *)(uintptr_t)name, .file = 0};
     const struct symbol *found = bsearch(&key, reflection->symbols, reflection->symbol_count,
                                          sizeof(reflection->symbols[0]), symbol_compare);
@@ -265,8 +270,7 @@ static uint32_t file_closure(const struct kvk_reflection *reflection, uint32_t f
     return count;
 }
 
-/* Pack the response around its oneof, which the caller has set. */
-static void send_response(struct kvk_call *call, reflection_response *response)
+static void send_response(struct kvk_call *call, const reflection_response *response)
 {
     size_t size = grpc__reflection__v1__server_reflection_response__get_packed_size(response);
     (void)grpc__reflection__v1__server_reflection_response__pack(response,
@@ -277,8 +281,9 @@ static void send_response(struct kvk_call *call, reflection_response *response)
 }
 
 static void answer_services(struct kvk_call *call, const struct kvk_reflection *reflection,
-                            reflection_response *response)
+                            const reflection_response *head)
 {
+    reflection_response response = *head;
     Grpc__Reflection__V1__ServiceResponse services[SERVICES_MAX];
     Grpc__Reflection__V1__ServiceResponse *pointers[SERVICES_MAX];
     Grpc__Reflection__V1__ListServiceResponse list =
@@ -290,14 +295,15 @@ static void answer_services(struct kvk_call *call, const struct kvk_reflection *
     }
     list.n_service = reflection->service_count;
     list.service = pointers;
-    response->message_response_case = ANSWERS(LIST_SERVICES_RESPONSE);
-    response->list_services_response = &list;
-    send_response(call, response);
+    response.message_response_case = ANSWERS(LIST_SERVICES_RESPONSE);
+    response.list_services_response = &list;
+    send_response(call, &response);
 }
 
 static void answer_file(struct kvk_call *call, const struct kvk_reflection *reflection,
-                        uint32_t file, reflection_response *response)
+                        uint32_t file, const reflection_response *head)
 {
+    reflection_response response = *head;
     uint32_t closure[FILES_MAX];
     ProtobufCBinaryData bytes[FILES_MAX];
     uint32_t count = file_closure(reflection, file, closure);
@@ -310,32 +316,34 @@ static void answer_file(struct kvk_call *call, const struct kvk_reflection *refl
         GRPC__REFLECTION__V1__FILE_DESCRIPTOR_RESPONSE__INIT;
     files.n_file_descriptor_proto = count;
     files.file_descriptor_proto = bytes;
-    response->message_response_case = ANSWERS(FILE_DESCRIPTOR_RESPONSE);
-    response->file_descriptor_response = &files;
-    send_response(call, response);
+    response.message_response_case = ANSWERS(FILE_DESCRIPTOR_RESPONSE);
+    response.file_descriptor_response = &files;
+    send_response(call, &response);
 }
 
 /* We have no extensions: an empty list for any type that is there. */
 static void answer_extensions(struct kvk_call *call, const char *type,
-                              reflection_response *response)
+                              const reflection_response *head)
 {
+    reflection_response response = *head;
     Grpc__Reflection__V1__ExtensionNumberResponse numbers =
         GRPC__REFLECTION__V1__EXTENSION_NUMBER_RESPONSE__INIT;
     numbers.base_type_name = (char *)(uintptr_t)type;
-    response->message_response_case = ANSWERS(ALL_EXTENSION_NUMBERS_RESPONSE);
-    response->all_extension_numbers_response = &numbers;
-    send_response(call, response);
+    response.message_response_case = ANSWERS(ALL_EXTENSION_NUMBERS_RESPONSE);
+    response.all_extension_numbers_response = &numbers;
+    send_response(call, &response);
 }
 
 static void answer_error(struct kvk_call *call, enum kvk_status status, const char *text,
-                         reflection_response *response)
+                         const reflection_response *head)
 {
+    reflection_response response = *head;
     Grpc__Reflection__V1__ErrorResponse error = GRPC__REFLECTION__V1__ERROR_RESPONSE__INIT;
     error.error_code = kvk_status_rpc_code(status);
     error.error_message = (char *)(uintptr_t)text;
-    response->message_response_case = ANSWERS(ERROR_RESPONSE);
-    response->error_response = &error;
-    send_response(call, response);
+    response.message_response_case = ANSWERS(ERROR_RESPONSE);
+    response.error_response = &error;
+    send_response(call, &response);
 }
 
 static void answer(struct kvk_call *call, const struct kvk_reflection *reflection,

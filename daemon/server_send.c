@@ -332,14 +332,13 @@ void kvk_call_advance_sends(struct kvk_call *call)
     }
 }
 
+/* A message that failed is no news: tag_close tells of the stream's end, and drops the others. */
 void kvk_call_send_done(struct kvk_tag *tag, bool ok)
 {
+    (void)ok;
     struct kvk_call *call =
         (struct kvk_call *)(void *)((char *)tag - offsetof(struct kvk_call, tag_send));
     if (!call->status_sent) {
-        if (!ok) {
-            kvk_call_drop_sends(call); /* the stream is at its end; tag_close tells */
-        }
         kvk_call_post(call, KVK_EVENT_SENT);
     } else if (!call->close_watched && call->close_cancelled != 0) {
         atomic_fetch_add(&call->server->calls.cancelled_count, 1);

@@ -205,15 +205,17 @@ static int bind_tcp(const struct addrinfo *info)
 
 static uint16_t bound_port(int fd)
 {
-    struct sockaddr_storage address;
+    union {
+        struct sockaddr any;
+        struct sockaddr_in v4;
+        struct sockaddr_in6 v6;
+    } address;
+    memset(&address, 0, sizeof(address));
     socklen_t size = sizeof(address);
-    if (getsockname(fd, (struct sockaddr *)&address, &size) != 0) {
+    if (getsockname(fd, &address.any, &size) != 0) {
         return 0;
     }
-    if (address.ss_family == AF_INET6) {
-        return ntohs(((struct sockaddr_in6 *)(void *)&address)->sin6_port);
-    }
-    return ntohs(((struct sockaddr_in *)(void *)&address)->sin_port);
+    return ntohs(address.any.sa_family == AF_INET6 ? address.v6.sin6_port : address.v4.sin_port);
 }
 
 static enum kvk_status listen_tcp(struct kvk_connections *connections, const char *text,

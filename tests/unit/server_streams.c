@@ -58,6 +58,26 @@ Test(server_streams, download_delivers_borrowed_bytes_in_order)
     cr_expect_gt(atomic_load(&fixture.counts.sends_refused), 0, "the queue was never full");
 }
 
+/* A borrow of nothing ends as well. */
+Test(server_streams, download_of_empty_data_releases_it)
+{
+    struct client_stream stream;
+    open_download(&stream, 3, 0);
+    for (uint32_t left = 3; left > 0; left--) {
+        uint8_t *bytes;
+        size_t received;
+        cr_assert(client_stream_receive(&stream, &bytes, &received));
+        cr_expect_eq(received, 4);
+        free(bytes);
+    }
+    struct client_result result;
+    client_stream_end(&stream, &result);
+    cr_expect_eq(result.code, GRPC_STATUS_OK);
+    cr_expect(fixture_wait(&fixture.counts.dones, 1));
+    cr_expect_eq(atomic_load(&fixture.counts.releases),
+                 3 + atomic_load(&fixture.counts.sends_refused));
+}
+
 Test(server_streams, cancelled_download_releases_everything)
 {
     struct client_stream stream;
