@@ -411,6 +411,11 @@ KVK_CHECKED enum kvk_status kvk_space_roots(struct kvk_cache *cache, struct kvk_
                                             const uint8_t *salt, size_t salt_size,
                                             uint32_t roots[KVK_GROUP_COUNT_MAX],
                                             struct kvk_error *error);
+/* The roots as they are known, KVK_ROOT_NONE where they are not; without references, so valid while
+ * the lock is held. Allocates nothing: for look-ups. */
+void kvk_space_roots_find(const struct kvk_cache *cache, const struct kvk_space *space,
+                          const uint8_t *salt, size_t salt_size,
+                          uint32_t roots[KVK_GROUP_COUNT_MAX]);
 void kvk_space_roots_release(struct kvk_cache *cache, struct kvk_space *space,
                              const uint32_t roots[KVK_GROUP_COUNT_MAX]);
 /* Not invalidated since it was opened. */

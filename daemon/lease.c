@@ -313,13 +313,10 @@ static enum kvk_status pin_take(struct pinning *pinning, struct kvk_lease *lease
     struct kvk_cache *cache = pinning->cache;
     struct kvk_space *space = pinning->space;
     const struct kvk_pin_request *request = pinning->request;
-    struct kvk_prefix prefix = {0};
+    struct kvk_prefix prefix;
     uint32_t roots[KVK_GROUP_COUNT_MAX];
-    if (kvk_space_roots(cache, space, request->prompt.salt, request->prompt.salt_size, roots,
-                        NULL) == KVK_OK) {
-        kvk_prefix_find(cache, space, roots, &request->prompt, pinning->limit_tokens, &prefix);
-        kvk_space_roots_release(cache, space, roots);
-    }
+    kvk_space_roots_find(cache, space, request->prompt.salt, request->prompt.salt_size, roots);
+    kvk_prefix_find(cache, space, roots, &request->prompt, pinning->limit_tokens, &prefix);
     uint64_t tokens = prefix.blocks * space->block_tokens;
     enum kvk_status status = check_found(pinning, tokens);
     if (status != KVK_OK) {

@@ -158,23 +158,14 @@ void kvk_prefix_find(struct kvk_cache *cache, struct kvk_space *space,
     cache->stats.hashed_bytes += prefix->hashed_bytes;
 }
 
-/*
- * The prefix of a prompt, for calls that keep nothing. The roots are ours for the time of the walk
- * alone: an unknown salt leaves nothing behind. Where there is no room for a root, none of its
- * blocks can be known.
- */
+/* The prefix of a prompt, for calls that keep nothing: an unknown salt leaves nothing behind. */
 static void prefix_look(struct kvk_cache *cache, struct kvk_space *space,
                         const struct kvk_prompt *prompt, uint64_t token_limit,
                         struct kvk_prefix *prefix)
 {
     uint32_t roots[KVK_GROUP_COUNT_MAX];
-    *prefix = (struct kvk_prefix){0};
-    if (token_limit < space->block_tokens ||
-        kvk_space_roots(cache, space, prompt->salt, prompt->salt_size, roots, NULL) != KVK_OK) {
-        return;
-    }
+    kvk_space_roots_find(cache, space, prompt->salt, prompt->salt_size, roots);
     kvk_prefix_find(cache, space, roots, prompt, token_limit, prefix);
-    kvk_space_roots_release(cache, space, roots);
 }
 
 /* ---- Counting ---- */

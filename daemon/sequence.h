@@ -5,6 +5,13 @@
  * `sealed` are written by all ranks; [sealed, length) is granted: the worker may be writing there
  * right now. Full committed sealed blocks are indexed; a block that another indexed first stays
  * private. Tokens past `committed` are drafts.
+ *
+ * Under a window a sequence lets go of whole blocks that no query after what is settled (sealed and
+ * committed) sees, the sinks apart. Those that queries of the tokens settled last still see stay
+ * for attention until the next Append, Seal, Commit or SwapOut; Truncate counts them as gone
+ * already, so that what it refuses does not depend on when it comes.
+ *
+ * Calls answer block tables into `tables`, which may be NULL where the caller needs none.
  */
 #ifndef KVK_DAEMON_SEQUENCE_H
 #define KVK_DAEMON_SEQUENCE_H
@@ -95,13 +102,11 @@ KVK_CHECKED enum kvk_status kvk_sequence_commit(struct kvk_cache *cache,
                                                 struct kvk_sequence_reply *reply,
                                                 struct kvk_tables *tables, struct kvk_error *error);
 
-KVK_CHECKED enum kvk_status kvk_sequence_truncate(struct kvk_cache *cache,
-                                                  const struct kvk_caller *caller,
-                                                  uint64_t session_id, uint64_t sequence_id,
-                                                  uint64_t expected_length, uint64_t length,
-                                                  struct kvk_sequence_reply *reply,
-                                                  struct kvk_tables *tables,
-                                                  struct kvk_error *error);
+KVK_CHECKED enum kvk_status
+kvk_sequence_truncate(struct kvk_cache *cache, const struct kvk_caller *caller, uint64_t session_id,
+                      uint64_t sequence_id, uint64_t expected_length, uint64_t length,
+                      struct kvk_sequence_reply *reply, struct kvk_tables *tables,
+                      struct kvk_error *error);
 
 /* `sequence_ids` [count]. All or none. */
 KVK_CHECKED enum kvk_status kvk_sequence_fork(struct kvk_cache *cache,
@@ -111,6 +116,7 @@ KVK_CHECKED enum kvk_status kvk_sequence_fork(struct kvk_cache *cache,
                                               const struct kvk_request_id *request_id,
                                               uint64_t *sequence_ids, struct kvk_error *error);
 
+/* SwapOut also gives up the room that was kept for growth: others run now. */
 struct kvk_swap_reply {
     struct kvk_sequence_reply sequence;
     uint64_t moved_blocks;
@@ -120,18 +126,14 @@ struct kvk_swap_reply {
     uint64_t recompute_ns;
 };
 
-KVK_CHECKED enum kvk_status kvk_sequence_swap_out(struct kvk_cache *cache,
-                                                  const struct kvk_caller *caller,
-                                                  uint64_t session_id, uint64_t sequence_id,
-                                                  struct kvk_swap_reply *reply,
-                                                  struct kvk_tables *tables,
-                                                  struct kvk_error *error);
-KVK_CHECKED enum kvk_status kvk_sequence_swap_in(struct kvk_cache *cache,
-                                                 const struct kvk_caller *caller,
-                                                 uint64_t session_id, uint64_t sequence_id,
-                                                 struct kvk_swap_reply *reply,
-                                                 struct kvk_tables *tables,
-                                                 struct kvk_error *error);
+KVK_CHECKED enum kvk_status
+kvk_sequence_swap_out(struct kvk_cache *cache, const struct kvk_caller *caller, uint64_t session_id,
+                      uint64_t sequence_id, struct kvk_swap_reply *reply, struct kvk_tables *tables,
+                      struct kvk_error *error);
+KVK_CHECKED enum kvk_status
+kvk_sequence_swap_in(struct kvk_cache *cache, const struct kvk_caller *caller, uint64_t session_id,
+                     uint64_t sequence_id, struct kvk_swap_reply *reply, struct kvk_tables *tables,
+                     struct kvk_error *error);
 
 struct kvk_close_reply {
     uint64_t freed_blocks;
@@ -159,8 +161,8 @@ struct kvk_write_piece {
 /* Write into granted tokens only: a piece that touches a sealed token's bytes is refused. Blocks
  * (copies bytes). KVK_DATA_LOSS: the checksum does not match. */
 KVK_CHECKED enum kvk_status kvk_sequence_write(struct kvk_cache *cache,
-                                               const struct kvk_caller *caller,
-                                               uint64_t session_id, uint64_t sequence_id,
+                                               const struct kvk_caller *caller, uint64_t session_id,
+                                               uint64_t sequence_id,
                                                const struct kvk_write_piece *piece,
                                                struct kvk_error *error);
 
@@ -185,8 +187,7 @@ struct kvk_read_handle {
 KVK_CHECKED enum kvk_status kvk_read_begin(struct kvk_cache *cache, const struct kvk_caller *caller,
                                            const struct kvk_read_request *request,
                                            const uint8_t **data, uint64_t *size_bytes,
-                                           struct kvk_read_handle *handle,
-                                           struct kvk_error *error);
+                                           struct kvk_read_handle *handle, struct kvk_error *error);
 void kvk_read_end(struct kvk_cache *cache, const struct kvk_read_handle *handle);
 
 #endif

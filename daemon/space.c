@@ -400,6 +400,35 @@ static uint64_t root_user(const struct kvk_group *group)
     return (uint64_t)group->number << 32 | (uint32_t)group->space->generation;
 }
 
+static struct kvk_root_options root_options(const struct kvk_space *space, uint32_t group,
+                                            const uint8_t *salt, size_t salt_size)
+{
+    return (struct kvk_root_options){
+        .hasher = space->constant_hash ? &space->tenant->hasher_constant : &space->tenant->hasher,
+        .identity = space->identity,
+        .identity_size = space->identity_size + GENERATION_SIZE,
+        .group = group,
+        .salt = salt,
+        .salt_size = salt_size,
+        .block_tokens = space->block_tokens,
+        .windowed = space->groups[group]->windowed,
+        .user = root_user(space->groups[group]),
+    };
+}
+
+void kvk_space_roots_find(const struct kvk_cache *cache, const struct kvk_space *space,
+                          const uint8_t *salt, size_t salt_size,
+                          uint32_t roots[KVK_GROUP_COUNT_MAX])
+{
+    for (uint32_t i = 0; i < KVK_GROUP_COUNT_MAX; i++) {
+        roots[i] = KVK_ROOT_NONE;
+    }
+    for (uint32_t i = 0; i < space->group_count; i++) {
+        const struct kvk_root_options options = root_options(space, i, salt, salt_size);
+        roots[i] = kvk_index_root_find(cache->index, &options);
+    }
+}
+
 enum kvk_status kvk_space_roots(struct kvk_cache *cache, struct kvk_space *space,
                                 const uint8_t *salt, size_t salt_size,
                                 uint32_t roots[KVK_GROUP_COUNT_MAX], struct kvk_error *error)
@@ -409,18 +438,7 @@ enum kvk_status kvk_space_roots(struct kvk_cache *cache, struct kvk_space *space
         roots[i] = KVK_ROOT_NONE;
     }
     for (uint32_t i = 0; i < space->group_count; i++) {
-        const struct kvk_root_options options = {
-            .hasher =
-                space->constant_hash ? &space->tenant->hasher_constant : &space->tenant->hasher,
-            .identity = space->identity,
-            .identity_size = space->identity_size + GENERATION_SIZE,
-            .group = i,
-            .salt = salt,
-            .salt_size = salt_size,
-            .block_tokens = space->block_tokens,
-            .windowed = space->groups[i]->windowed,
-            .user = root_user(space->groups[i]),
-        };
+        const struct kvk_root_options options = root_options(space, i, salt, salt_size);
         if (kvk_index_root_open(cache->index, &options, &roots[i]) != KVK_OK) {
             roots[i] = KVK_ROOT_NONE;
             kvk_space_roots_release(cache, space, roots);

@@ -55,6 +55,8 @@ struct kvk_root_options {
 KVK_CHECKED enum kvk_status kvk_index_root_open(struct kvk_index *index,
                                                 const struct kvk_root_options *options,
                                                 uint32_t *root);
+/* The root as it is known, without a reference; KVK_ROOT_NONE: not at all. Makes nothing. */
+uint32_t kvk_index_root_find(const struct kvk_index *index, const struct kvk_root_options *options);
 void kvk_index_root_hold(struct kvk_index *index, uint32_t root);
 uint64_t kvk_index_root_user(const struct kvk_index *index, uint32_t root);
 bool kvk_index_root_windowed(const struct kvk_index *index, uint32_t root);

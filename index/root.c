@@ -110,24 +110,44 @@ static enum kvk_status root_create(struct kvk_index *index, const struct kvk_roo
     return KVK_OK;
 }
 
-enum kvk_status kvk_index_root_open(struct kvk_index *index, const struct kvk_root_options *options,
-                                    uint32_t *root)
+static struct kvk_key key_of(const struct kvk_root_options *options)
 {
     KVK_ASSERT(options->hasher != NULL);
     KVK_ASSERT(options->block_tokens > 0);
-    struct kvk_key key = kvk_key_root(options->hasher, options->identity, options->identity_size,
-                                      options->group, options->salt, options->salt_size);
-    for (uint32_t id = *bucket_of(index, key); id != KVK_ROOT_NONE;) {
-        struct kvk_root *known = kvk_root_at(index, id);
+    return kvk_key_root(options->hasher, options->identity, options->identity_size, options->group,
+                        options->salt, options->salt_size);
+}
+
+static uint32_t find(const struct kvk_index *index, const struct kvk_root_options *options,
+                     struct kvk_key key)
+{
+    uint32_t id = *bucket_of(index, key);
+    while (id != KVK_ROOT_NONE) {
+        const struct kvk_root *known = kvk_root_at(index, id);
         if (kvk_key_equal(known->key, key) && root_is(known, options)) {
-            KVK_ASSERT(known->reference_count < UINT32_MAX);
-            known->reference_count++;
-            *root = id;
-            return KVK_OK;
+            break;
         }
         id = known->bucket_next;
     }
-    return root_create(index, options, key, root);
+    return id;
+}
+
+uint32_t kvk_index_root_find(const struct kvk_index *index, const struct kvk_root_options *options)
+{
+    return find(index, options, key_of(options));
+}
+
+enum kvk_status kvk_index_root_open(struct kvk_index *index, const struct kvk_root_options *options,
+                                    uint32_t *root)
+{
+    struct kvk_key key = key_of(options);
+    uint32_t id = find(index, options, key);
+    if (id == KVK_ROOT_NONE) {
+        return root_create(index, options, key, root);
+    }
+    kvk_index_root_hold(index, id);
+    *root = id;
+    return KVK_OK;
 }
 
 static struct kvk_root *root_checked(const struct kvk_index *index, uint32_t root)
