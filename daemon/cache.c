@@ -72,6 +72,7 @@ static enum kvk_status index_make(struct kvk_cache *cache, struct kvk_error *err
         .policy = config->policy,
         .ghost_count = config->ghost_ratio * GHOST_BLOCKS,
         .block_count = GHOST_BLOCKS,
+        .cost_lists = config->cost_lists,
     };
     if (kvk_evict_create(cache->index, &evict_options, &cache->evict) != KVK_OK) {
         return fail_memory(error);

@@ -62,6 +62,7 @@ struct kvk_config {
 
     /* [cache] */
     enum kvk_evict_policy policy;
+    bool cost_lists;      /* of rp-cost */
     uint32_t ghost_ratio; /* evicted keys remembered per block of capacity */
 
     /* [limits] */

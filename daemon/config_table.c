@@ -167,6 +167,13 @@ static const struct kvk_option_field cache_fields[] = {
      .help = "Which block goes first. lru: the one unused for longest, leaves first. rp-cost: the "
              "one least worth its room by how blocks were seen to come back and what it costs to "
              "compute."},
+    {.name = "cost_lists",
+     .kind = KVK_OPTION_BOOL,
+     AT(cost_lists),
+     .fallback = "no",
+     .help = "rp-cost orders blocks of like cost apart, so that it finds cheap victims behind dear "
+             "ones: more computing saved on the traces measured (docs/eviction.md), dearer per "
+             "victim."},
     {.name = "ghost_ratio",
      .kind = KVK_OPTION_COUNT,
      AT(ghost_ratio),

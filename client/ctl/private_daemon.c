@@ -39,6 +39,7 @@ static void program_path(char *path, size_t size)
 static bool config_write(const struct ctl_private_daemon *daemon,
                          const struct ctl_private_daemon_options *options, const char *path)
 {
+    bool lists = strcmp(options->policy, "rp-lists") == 0;
     FILE *file = fopen(path, "w");
     if (file == NULL) {
         return false;
@@ -46,9 +47,10 @@ static bool config_write(const struct ctl_private_daemon *daemon,
     (void)fprintf(file,
                   "[server]\nunix_path = %s/kvkeep.sock\n"
                   "[tiers]\ndevice_bytes = %llu B\nhost_bytes = %llu B\n"
-                  "[cache]\npolicy = %s\n",
+                  "[cache]\npolicy = %s\ncost_lists = %s\n",
                   daemon->folder, (unsigned long long)options->device_bytes,
-                  (unsigned long long)options->host_bytes, options->policy);
+                  (unsigned long long)options->host_bytes, lists ? "rp-cost" : options->policy,
+                  lists ? "yes" : "no");
     if (options->tokens_max > 0) {
         (void)fprintf(file, "[limits]\ntokens = %llu\n", (unsigned long long)options->tokens_max);
     }

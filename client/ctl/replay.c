@@ -524,7 +524,7 @@ static const struct ctl_command command = {
     .name = "replay",
     .usage = "  --trace FILE         JSON lines, plain or gzip; required\n"
              "  --group N            keep every N-th id: larger blocks (1)\n"
-             "  --policy NAME        lru or rp-cost (rp-cost)\n"
+             "  --policy NAME        lru, rp-cost or rp-lists: rp-cost with cost lists (rp-cost)\n"
              "  --device-blocks N    blocks of the device tier (10000)\n"
              "  --host-blocks N      blocks of the host tier (0)\n"
              "  --workers N          clients at a time (1: in the trace's order)\n"
@@ -575,7 +575,8 @@ int ctl_replay(const struct ctl_options *options, int argc, char **argv)
     }
     if (!right || optind != argc || settings.trace == NULL || settings.group < 1 ||
         settings.group > 64 || settings.workers < 1 || settings.workers > WORKERS_MAX ||
-        (strcmp(settings.policy, "lru") != 0 && strcmp(settings.policy, "rp-cost") != 0)) {
+        (strcmp(settings.policy, "lru") != 0 && strcmp(settings.policy, "rp-cost") != 0 &&
+         strcmp(settings.policy, "rp-lists") != 0)) {
         return ctl_usage(&command, "a trace, a group of 1 to 64, 1 to 64 workers, a known policy");
     }
     return replay_run(options, &settings);
