@@ -30,7 +30,7 @@ struct kvk_cache;
 /* Who asks, and how long the answer may take. The caller's memory, for the time of the call. */
 struct kvk_caller {
     const struct kvk_credential *credential;
-    const char *call; /* "OpenSequence": for the journal of refusals */
+    const char *call; /* "OpenSequence": for the journal of refusals; NULL: a try, not noted */
     bool may_block;
     uint64_t deadline_ns;             /* CLOCK_MONOTONIC; UINT64_MAX: none */
     bool (*cancelled)(void *context); /* may be NULL */

@@ -18,11 +18,14 @@ void kvk_refusal_note(struct kvk_cache *cache, const struct kvk_caller *caller,
                       const struct kvk_error *error)
 {
     KVK_ASSERT(kvk_lock_held(&cache->lock));
+    if (caller != NULL && caller->call == NULL) {
+        return; /* a part of a call that goes on without it: nobody was refused */
+    }
     struct kvk_refusal *refusal = &cache->refusals[cache->refusal_count % KVK_REFUSAL_COUNT];
     *refusal = (struct kvk_refusal){
         .time_ns = kvk_clock_now(cache->clock),
         .tenant = tenant,
-        .call = caller != NULL && caller->call != NULL ? caller->call : "",
+        .call = caller != NULL ? caller->call : "",
         .sequence_id = sequence_id,
         .needed_bytes = needed_bytes,
     };

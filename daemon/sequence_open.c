@@ -275,8 +275,10 @@ static enum kvk_status open_promote_drops(struct opening *opening)
     if (sequence->home != KVK_TIER_DEVICE || opening->request->leave_on_host) {
         return KVK_OK;
     }
+    struct kvk_caller quiet = *opening->caller; /* for want of room here nobody is refused */
     struct kvk_relocation list[PROMOTE_SLICE];
     uint32_t next = 0;
+    quiet.call = NULL;
     for (;;) {
         uint32_t count = next_on_host(sequence, &next, list);
         if (count == 0) {
@@ -286,8 +288,8 @@ static enum kvk_status open_promote_drops(struct opening *opening)
             return KVK_WOULD_BLOCK;
         }
         uint32_t moved = 0;
-        enum kvk_status status = kvk_sequence_bring_drops(
-            opening->cache, sequence, KVK_TIER_DEVICE, list, count, &moved, opening->caller, NULL);
+        enum kvk_status status = kvk_sequence_bring_drops(opening->cache, sequence, KVK_TIER_DEVICE,
+                                                          list, count, &moved, &quiet, NULL);
         if (status == KVK_DATA_LOSS || status == KVK_DEADLINE || status == KVK_CANCELLED) {
             return kvk_fail(opening->error, status, KVK_CAUSE_NONE, "",
                             "the call ended while blocks were brought to the device");

@@ -116,6 +116,7 @@ Test(sequence, host_blocks_come_to_the_device_as_far_as_there_is_room)
     request.leave_on_host = false;
     STAGE_OK(&stage, stage_try_open(&stage, &request, &reply));
     cr_expect_eq(reply.cached_tokens, 16);
+    cr_expect_eq(stage_stats(&stage).refusals, 0, "nobody was refused");
     for (int i = 0; i < 4; i++) { /* the head first */
         cr_expect_eq(stage.tables.parts[0].tiers[i], i < 2 ? 1 : 2);
     }
