@@ -113,10 +113,11 @@ static inline __attribute__((always_inline)) lanes lanes_reduce(const lanes *x)
 
 #include "gpu/attend_lanes.inc"
 
+/* F16C is older than AVX2, and no processor has one without the other; not every compiler can
+ * ask for it. */
 static bool avx2_available(void)
 {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-           __builtin_cpu_supports("f16c");
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 
 const struct kvk_attend_kernel kvk_attend_avx2 = {
