@@ -517,25 +517,35 @@ static void pin_add(struct kvk_block *block, enum kvk_tier tier)
     block->pin_count[tier]++;
 }
 
-void kvk_block_pin(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier)
+/* What is in use on the device does not leave it soon: a second copy would only take room. */
+static void second_copy_drop(struct kvk_cache *cache, uint32_t id, struct kvk_block *block)
 {
-    struct kvk_block *block = kvk_index_block(cache->index, id);
-    pin_add(block, tier);
-    /* What is in use on the device does not leave it soon: its second copy would only take room. */
-    if (tier == KVK_TIER_DEVICE && has_copy(block, KVK_TIER_DEVICE) &&
-        has_copy(block, KVK_TIER_HOST) && block->pin_count[KVK_TIER_HOST] == 0 &&
+    if (has_copy(block, KVK_TIER_DEVICE) && has_copy(block, KVK_TIER_HOST) &&
+        block->pin_count[KVK_TIER_DEVICE] > 0 && block->pin_count[KVK_TIER_HOST] == 0 &&
         block->transfer_count == 0) {
         queue_leave(block, id);
         copy_remove(cache, kvk_group_of(cache, block), id, KVK_TIER_HOST);
     }
+}
+
+void kvk_block_pin(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    pin_add(block, tier);
+    second_copy_drop(cache, id, block);
     kvk_block_settle(cache, id);
 }
 
 void kvk_block_unpin(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier)
 {
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
     struct kvk_block *block = kvk_index_block(cache->index, id);
     KVK_ASSERT(block->pin_count[tier] > 0);
     block->pin_count[tier]--;
+    if (tier == KVK_TIER_HOST) {
+        second_copy_drop(cache, id, block);
+    }
     kvk_block_settle(cache, id);
 }
 

@@ -84,21 +84,40 @@ static void pin_moved(struct kvk_cache *cache, struct kvk_sequence *sequence,
     }
 }
 
-/* Copy those that have no bytes in `tier` yet; the slots of the others go back. */
-static enum kvk_status copy_drops(struct kvk_cache *cache, struct kvk_sequence *sequence,
-                                  enum kvk_tier tier, const struct kvk_relocation *list,
-                                  struct kvk_move *moves, uint32_t count, struct kvk_error *error)
+/* Put those that have a slot in `tier` behind the others, and borrow them, so that they stay there
+ * while the others are copied; the slots taken for them go back. How many are to be copied. */
+static uint32_t set_aside(struct kvk_cache *cache, const struct kvk_sequence *sequence,
+                          enum kvk_tier tier, const struct kvk_relocation *list,
+                          struct kvk_move *moves, uint32_t count)
 {
     uint32_t left = 0;
     for (uint32_t i = 0; i < count; i++) {
-        const struct kvk_block *block = kvk_index_block(cache->index, moves[i].block);
-        if (block->slot[tier] != KVK_SLOT_NONE) {
+        uint32_t id = moves[i].block;
+        if (kvk_index_block(cache->index, id)->slot[tier] != KVK_SLOT_NONE) {
             give_slots(cache, sequence, tier, &list[i], &moves[i], 1);
+            kvk_block_borrow(cache, id, tier);
         } else {
-            moves[left++] = moves[i];
+            struct kvk_move move = moves[i];
+            moves[i] = moves[left];
+            moves[left++] = move;
         }
     }
-    return left == 0 ? KVK_OK : kvk_tier_copy_drops(cache, tier, moves, left, error);
+    return left;
+}
+
+/* Are the bytes there good? A damaged copy keeps its slot while somebody pins it. */
+static enum kvk_status check_there(const struct kvk_cache *cache, enum kvk_tier tier,
+                                   const struct kvk_move *moves, uint32_t count,
+                                   struct kvk_error *error)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        const struct kvk_block *block = kvk_index_block(cache->index, moves[i].block);
+        if (kvk_block_is_whole(block) && (block->tier_mask & (1U << tier)) == 0) {
+            return kvk_fail(error, KVK_DATA_LOSS, KVK_CAUSE_CHECKSUM, "",
+                            "a damaged copy of a block is still in use where it is to come");
+        }
+    }
+    return KVK_OK;
 }
 
 enum kvk_status kvk_sequence_bring_drops(struct kvk_cache *cache, struct kvk_sequence *sequence,
@@ -117,22 +136,27 @@ enum kvk_status kvk_sequence_bring_drops(struct kvk_cache *cache, struct kvk_seq
     if (status == KVK_EXHAUSTED && moved != NULL) {
         status = KVK_OK; /* as many as there is room for */
     }
-    if (status == KVK_OK) {
-        status = copy_drops(cache, sequence, tier, list, moves, taken, error);
-    } else {
-        give_slots(cache, sequence, tier, list, moves, taken);
-    }
-    free(moves);
     if (status != KVK_OK) {
+        give_slots(cache, sequence, tier, list, moves, taken);
+        free(moves);
         return status;
     }
-    for (uint32_t i = 0; i < taken; i++) {
+    uint32_t left = set_aside(cache, sequence, tier, list, moves, taken);
+    status = kvk_tier_copy_drops(cache, tier, moves, left, error);
+    if (status == KVK_OK) {
+        status = check_there(cache, tier, moves, taken, error);
+    }
+    for (uint32_t i = 0; i < taken && status == KVK_OK; i++) {
         pin_moved(cache, sequence, &list[i], tier);
     }
-    if (moved != NULL) {
+    for (uint32_t i = left; i < taken; i++) {
+        kvk_block_return(cache, moves[i].block, tier);
+    }
+    free(moves);
+    if (status == KVK_OK && moved != NULL) {
         *moved = taken;
     }
-    return KVK_OK;
+    return status;
 }
 
 /* ---- What has to move ---- */

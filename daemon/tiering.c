@@ -385,10 +385,10 @@ static uint32_t checksums_end(struct kvk_cache *cache, struct checksums *batch, 
         }
         KVK_ASSERT(cache->passing_holds > 0);
         cache->passing_holds--;
-        kvk_block_unpin(cache, id, tier);
         if (damaged) {
             kvk_block_discredit(cache, id, tier);
         }
+        kvk_block_unpin(cache, id, tier);
         kvk_block_release(cache, id, false);
         damaged_count += damaged ? 1 : 0;
     }
