@@ -135,7 +135,7 @@ struct walk {
     struct kvk_space *space;
     const struct kvk_prompt *prompt;
     uint32_t blocks; /* 0: everything of the salt */
-    uint32_t root; /* KVK_ROOT_NONE: nothing of it is known */
+    uint32_t root;   /* KVK_ROOT_NONE: nothing of it is known */
 };
 
 static bool sequence_is_below(const struct kvk_sequence *sequence, const struct walk *walk)

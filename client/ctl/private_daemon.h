@@ -21,7 +21,7 @@ struct ctl_private_daemon {
 struct ctl_private_daemon_options {
     uint64_t device_bytes;
     uint64_t host_bytes;
-    const char *policy; /* "lru", "rp-cost", or "rp-lists": rp-cost with cost lists */
+    const char *policy;  /* "lru", "rp-cost", or "rp-lists": rp-cost with cost lists */
     uint64_t tokens_max; /* of one request; 0: the default */
 };
 
