@@ -2,7 +2,7 @@
 #include <criterion/criterion.h>
 #include <stdio.h>
 
-#include "gpu_case.h"
+#include "tests/unit/gpu_case.h"
 
 /* ---- The check ---- */
 

@@ -4,7 +4,7 @@
 #include <stdio.h>
 #include <sys/mman.h>
 
-#include "gpu_case.h"
+#include "tests/unit/gpu_case.h"
 
 static const char *const paths[] = {"plain", "avx2", "avx512", "avx512_bf16"};
 #define PATH_COUNT (sizeof(paths) / sizeof(paths[0]))
