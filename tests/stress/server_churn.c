@@ -26,7 +26,11 @@ const char *__asan_default_options(void)
 #define RAW_CONNECTS 1700
 #define KILLED_CLIENTS 300
 #define WARM_UP 10 /* percent of either */
-#define GROWTH_BYTES_MAX (32u << 20)
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+#define GROWTH_BYTES_MAX (32u << 20) /* shadow and history grow with what was ever touched */
+#else
+#define GROWTH_BYTES_MAX (8u << 20)
+#endif
 
 struct report {
     uint32_t descriptors, live_calls, live_connections, half_closes, cancels, dones;
