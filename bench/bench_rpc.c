@@ -29,8 +29,8 @@
 #define ECHO_PATH "/kvkeep.bench.Echo/Lookup"
 #define LOOKUP_PATH "/kvkeep.v1.Kvkeep/Lookup"
 #define LANES_MAX 16
-#define ROUNDS 15
-#define CALLS_PER_ROUND 1500
+#define ROUNDS 41
+#define CALLS_PER_ROUND 600
 #define LONG_TOKENS 131072
 #define LONG_CALLS 100
 #define SWAP_ROUNDS 6
