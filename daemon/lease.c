@@ -18,7 +18,8 @@
 
 uint64_t kvk_lease_clock(const struct kvk_cache *cache)
 {
-    return kvk_clock_now(cache->clock) - cache->stood_still_ns;
+    uint64_t now = kvk_clock_now(cache->clock);
+    return now - kvk_cache_stood_still(cache, now);
 }
 
 /* ---- Their life ---- */
