@@ -392,25 +392,36 @@ static void strays_drops(struct kvk_cache *cache)
     }
 }
 
-void kvk_cache_maintain(struct kvk_cache *cache)
+/* Note a gap that is too long for the daemon's own work: it was stopped, wherever it was just then,
+ * between two rounds or in the middle of one. */
+static void gap_note(struct kvk_cache *cache)
 {
-    kvk_lock(&cache->lock);
-    uint64_t stood_still_ns = kvk_cache_stood_still(cache, kvk_clock_now(cache->clock));
+    uint64_t now_ns = kvk_clock_now(cache->clock);
+    uint64_t stood_still_ns = kvk_cache_stood_still(cache, now_ns);
     if (stood_still_ns != cache->stood_still_ns) {
         kvk_log(KVK_LOG_WARNING, "stood_still", "ms=%llu",
                 (unsigned long long)((stood_still_ns - cache->stood_still_ns) / KVK_NS_PER_MS));
         cache->stood_still_ns = stood_still_ns;
     }
-    cache->maintained_ns = kvk_clock_now(cache->clock);
+    cache->maintained_ns = now_ns;
+}
+
+void kvk_cache_maintain(struct kvk_cache *cache)
+{
+    kvk_lock(&cache->lock);
+    gap_note(cache);
     kvk_leases_expire(cache);
     kvk_sessions_maintain(cache);
+    gap_note(cache);
     if (cache->purge_wanted) {
         kvk_purge_slice(cache, PURGE_IDS);
     }
     kvk_tier_run_ahead_drops(cache);
+    gap_note(cache);
     kvk_room_tidy_drops(cache);
+    gap_note(cache);
     strays_drops(cache);
-    cache->maintained_ns = kvk_clock_now(cache->clock);
+    gap_note(cache);
     kvk_unlock(&cache->lock);
 }
 
