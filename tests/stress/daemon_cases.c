@@ -4,7 +4,7 @@
  * lease that is over), L3 (three blocks of 2 MiB in one call), L1 (sizes that cannot be), and a
  * daemon that is stopped and goes on: its own silence ends nobody's lease or session.
  *
- *     test_stress_daemon_cases [--rounds N]
+ *     test_stress_daemon_cases [--rounds N] [--stops N]
  */
 #include <fcntl.h>
 
@@ -603,7 +603,7 @@ static void stop_prepares(void *unused)
     prompt_set(&prompt, fresh_tokens(), 20);
     worker_fill(&prompt, NULL, &sequence);
     struct kvkeep_prompt view = prompt_view(&prompt);
-    CHECK_OK(kvkeep_pin(self.session, &self.space, &view, 1500, true, &lease, &self.error));
+    CHECK_OK(kvkeep_pin(self.session, &self.space, &view, 3500, true, &lease, &self.error));
 }
 
 /* A call that is made while the daemon stands still is answered when it goes on. */
@@ -642,7 +642,7 @@ static void stopped(uint64_t rounds, const char *server)
         agent_do(&worker, stop_prepares, NULL);
         CHECK(kill(daemon.pid, SIGSTOP) == 0, "the daemon is gone");
         agent_begin(&worker, stop_waits, NULL);
-        pause_us(3000000);
+        pause_us(4000000);
         CHECK(kill(daemon.pid, SIGCONT) == 0, "the daemon is gone");
         agent_end(&worker);
         agent_do(&worker, stop_goes_on, NULL);
@@ -654,7 +654,8 @@ static void stopped(uint64_t rounds, const char *server)
 int main(int argc, char **argv)
 {
     uint64_t rounds = option_number(argc, argv, "--rounds", 100);
-    test_begin((unsigned)(240 + rounds));
+    uint64_t stops = option_number(argc, argv, "--stops", 1);
+    test_begin((unsigned)(240 + rounds + 60 * stops));
     shared = shared_alloc(sizeof(*shared));
     case_e1(rounds);
     case_d1();
@@ -662,10 +663,10 @@ int main(int argc, char **argv)
     case_h1();
     case_l3();
     case_l1();
-    phase("a daemon that is stopped for 3 s");
-    stopped(1, NULL);
+    phase("a daemon that is stopped for 4 s");
+    stopped(stops, NULL);
     phase("the same with impatient keepalive");
-    stopped(1, "keepalive_ms = 1 s\nkeepalive_timeout_ms = 300 ms");
+    stopped(stops, "keepalive_ms = 1 s\nkeepalive_timeout_ms = 300 ms");
     phase("passed");
     return 0;
 }
