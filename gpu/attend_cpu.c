@@ -225,6 +225,8 @@ static enum kvk_status plan_init(struct plan *plan, uint32_t thread_count, struc
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "items",
                         "one call cannot attend so much");
     }
+    KVK_ASSERT(plan->strip_count > 0); /* a checked batch has an item with a query */
+    KVK_ASSERT(plan->unit_count > 0);
     plan->units = calloc(plan->unit_count, sizeof(*plan->units));
     plan->strips = calloc(plan->strip_count, sizeof(*plan->strips));
     plan->scratch = aligned_alloc(64, thread_count * plan->scratch_bytes);

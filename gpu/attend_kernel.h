@@ -1,6 +1,6 @@
 /*
  * What a set of attention kernels is: the arithmetic of a tile of tokens, for one instruction
- * set. The driver (gpu/attend_cpu.c) decides what is visible to whom and in which order tiles
+ * set. The driver (gpu/attend_unit.c) decides what is visible to whom and in which order tiles
  * come; kernels see only rows and tokens of which every one is visible to every row.
  *
  * For each tile: score() gives logits before scaling, soften() turns them into weights and brings

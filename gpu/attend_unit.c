@@ -51,6 +51,7 @@ uint64_t kvk_attend_unit_item_row(const struct kvk_attend *attend,
                                   const struct kvk_attend_unit *unit, uint32_t row)
 {
     uint32_t group = group_of(attend);
+    KVK_ASSERT(unit->row_count > 0);
     uint64_t head_row = unit->first_row + row % unit->row_count;
     uint64_t kv_head = unit->first_head + row / unit->row_count;
 

@@ -263,48 +263,68 @@ static void copy_checked(struct kvk_device *with, const struct kvk_copy *copies,
     cr_assert_eq(status, KVK_OK, "%s", error.text);
 }
 
-/* Random pieces with guards around the targets; some with a checksum. */
+#define GUARD 80
+
+/* A piece with guards around its target. */
+struct piece {
+    struct kvk_copy copy;
+    uint64_t checksum;
+    uint8_t *target; /* what was allocated */
+    uint8_t *source;
+};
+
+static void piece_init(struct piece *piece, struct kvk_random *random, uint64_t size_max)
+{
+    uint64_t size = kvk_random_below(random, size_max);
+    uint64_t target_skew = GUARD + kvk_random_below(random, 64);
+    uint64_t source_skew = kvk_random_below(random, 64);
+
+    piece->target = malloc(size + target_skew + GUARD);
+    piece->source = malloc(size + source_skew + 1);
+    cr_assert(piece->target != NULL && piece->source != NULL);
+    memset(piece->target, 0xee, size + target_skew + GUARD);
+    kvk_random_fill(random, piece->source, size + source_skew + 1);
+    piece->copy = (struct kvk_copy){
+        .target = piece->target + target_skew,
+        .source = piece->source + source_skew,
+        .size_bytes = size,
+        .checksum = kvk_random_chance(random, 0.6) ? &piece->checksum : NULL,
+    };
+}
+
+static void piece_check(struct piece *piece, uint64_t seed)
+{
+    const uint8_t *target = piece->copy.target;
+    const uint8_t *source = piece->copy.source;
+    uint64_t size = piece->copy.size_bytes;
+
+    cr_assert(size == 0 || memcmp(target, source, size) == 0, "seed %llu",
+              (unsigned long long)seed);
+    cr_assert(is_filled(target - GUARD, GUARD, 0xee), "seed %llu", (unsigned long long)seed);
+    cr_assert(is_filled(target + size, GUARD, 0xee), "seed %llu", (unsigned long long)seed);
+    if (piece->copy.checksum != NULL) {
+        cr_assert_eq(piece->checksum, kvk_checksum(source, size), "seed %llu",
+                     (unsigned long long)seed);
+    }
+    free(piece->target);
+    free(piece->source);
+}
+
 static void copy_random(struct kvk_device *with, uint64_t seed, uint64_t size_max)
 {
-    enum { COUNT = 9, GUARD = 80 };
     struct kvk_random random;
-    struct kvk_copy copies[COUNT];
-    uint64_t checksums[COUNT] = {0};
-    uint8_t *targets[COUNT];
-    uint8_t *sources[COUNT];
-    uint32_t count;
+    struct piece pieces[9];
+    struct kvk_copy copies[9];
 
     kvk_random_init(&random, seed);
-    count = 1 + (uint32_t)kvk_random_below(&random, COUNT);
+    uint32_t count = 1 + (uint32_t)kvk_random_below(&random, 9);
     for (uint32_t i = 0; i < count; i++) {
-        uint64_t size = kvk_random_below(&random, size_max);
-        uint64_t target_skew = GUARD + kvk_random_below(&random, 64);
-        uint64_t source_skew = kvk_random_below(&random, 64);
-        targets[i] = malloc(size + target_skew + GUARD);
-        sources[i] = malloc(size + source_skew + 1);
-        memset(targets[i], 0xee, size + target_skew + GUARD);
-        kvk_random_fill(&random, sources[i], size + source_skew + 1);
-        copies[i] = (struct kvk_copy){
-            .target = targets[i] + target_skew,
-            .source = sources[i] + source_skew,
-            .size_bytes = size,
-            .checksum = kvk_random_chance(&random, 0.6) ? &checksums[i] : NULL,
-        };
+        piece_init(&pieces[i], &random, size_max);
+        copies[i] = pieces[i].copy;
     }
     copy_checked(with, copies, count);
     for (uint32_t i = 0; i < count; i++) {
-        const uint8_t *target = copies[i].target;
-        uint64_t size = copies[i].size_bytes;
-        cr_assert(size == 0 || memcmp(target, copies[i].source, size) == 0, "seed %llu",
-                  (unsigned long long)seed);
-        cr_assert(is_filled(target - GUARD, GUARD, 0xee), "seed %llu", (unsigned long long)seed);
-        cr_assert(is_filled(target + size, GUARD, 0xee), "seed %llu", (unsigned long long)seed);
-        if (copies[i].checksum != NULL) {
-            cr_assert_eq(checksums[i], kvk_checksum(copies[i].source, size), "seed %llu",
-                         (unsigned long long)seed);
-        }
-        free(targets[i]);
-        free(sources[i]);
+        piece_check(&pieces[i], seed);
     }
 }
 
