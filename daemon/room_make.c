@@ -122,7 +122,37 @@ static uint32_t batch_limit(const struct kvk_group *group, uint32_t count)
     return count;
 }
 
-static uint32_t demotion_victim(struct kvk_cache *cache, struct kvk_group *group)
+/* May it go from the device, as it is now? The lock was dropped since it was chosen. */
+static bool may_leave_device(const struct kvk_block *block)
+{
+    return kvk_block_is_whole(block) && block->transfer_count == 0 &&
+           block->pin_count[KVK_TIER_DEVICE] == 0;
+}
+
+/*
+ * The block above `child`, whose move down has begun, if nothing but that child keeps it on the
+ * device. A chain's blocks become leaves only one after the other: without this a long chain would
+ * go down in as many jobs as it has blocks.
+ */
+static uint32_t demotion_parent(struct kvk_cache *cache, const struct kvk_group *group,
+                                uint32_t child)
+{
+    if (child == KVK_BLOCK_NONE || group->windowed) {
+        return KVK_BLOCK_NONE;
+    }
+    uint32_t parent = kvk_index_block(cache->index, child)->parent;
+    if (parent == KVK_BLOCK_NONE) {
+        return KVK_BLOCK_NONE;
+    }
+    const struct kvk_block *block = kvk_index_block(cache->index, parent);
+    bool may_go = may_leave_device(block) && block->tier_mask == 1U << KVK_TIER_DEVICE &&
+                  block->device_children == 1;
+    return may_go ? parent : KVK_BLOCK_NONE;
+}
+
+/* `before`: the victim before this one, on its way to the host and no more on the device then; or
+ * KVK_BLOCK_NONE. */
+static uint32_t demotion_victim(struct kvk_cache *cache, struct kvk_group *group, uint32_t before)
 {
     struct kvk_group_tier *at = &group->tiers[KVK_TIER_DEVICE];
     uint64_t now = kvk_policy_now(cache);
@@ -131,7 +161,14 @@ static uint32_t demotion_victim(struct kvk_cache *cache, struct kvk_group *group
     uint32_t block = kvk_evict_queue_peek(&at->queue, now, &score);
     uint32_t held = kvk_evict_queue_peek(&at->held, now, &score_held);
     if (held != KVK_BLOCK_NONE && (block == KVK_BLOCK_NONE || score_held < score)) {
-        return held;
+        block = held;
+        score = score_held;
+    }
+    uint32_t parent = demotion_parent(cache, group, before);
+    if (parent != KVK_BLOCK_NONE &&
+        (block == KVK_BLOCK_NONE ||
+         kvk_evict_score(&at->queue, kvk_index_block(cache->index, parent), now) <= score)) {
+        block = parent;
     }
     return block;
 }
@@ -174,7 +211,10 @@ enum kvk_status kvk_room_demote_drops(struct kvk_cache *cache, struct kvk_group 
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for a copy");
     }
     while (begun < limit && status == KVK_OK) {
-        uint32_t block = demotion_victim(cache, group);
+        /* With the copies kept on the device, children stay there and parents are none to go. */
+        uint32_t before =
+            begun > 0 && !keep_device_copies ? moves[begun - 1].block : KVK_BLOCK_NONE;
+        uint32_t block = demotion_victim(cache, group, before);
         if (block == KVK_BLOCK_NONE) {
             break;
         }
@@ -214,13 +254,6 @@ static void slab_forget(struct kvk_cache *cache, struct kvk_group *group, enum k
             kvk_room_forget_tree(cache, owner - 1);
         }
     }
-}
-
-/* May it go from the device, as it is now? The lock was dropped since it was chosen. */
-static bool may_leave_device(const struct kvk_block *block)
-{
-    return kvk_block_is_whole(block) && block->transfer_count == 0 &&
-           block->pin_count[KVK_TIER_DEVICE] == 0;
 }
 
 /* Device blocks with a host tier below: drop what has a copy there, begin to copy the rest. */
