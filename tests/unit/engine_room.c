@@ -510,6 +510,31 @@ Test(room, the_limit_of_blocks_gives_way_to_new_ones)
     house_stop(&house);
 }
 
+/* ---- Demotion ---- */
+
+static void count_job(void *context)
+{
+    (*(uint32_t *)context)++;
+}
+
+/* Its blocks become leaves one after the other; a job for each would be a reservation for each. */
+Test(room, a_long_chain_goes_down_in_a_few_jobs)
+{
+    struct house house;
+    uint32_t jobs = 0;
+    house_with(&house, 64 * BLOCK, 64 * BLOCK);
+    uint64_t session = house_session(&house);
+    uint64_t space = house_space(&house, "model");
+    request(&house, session, space, 1, 60);
+    kvk_mover_test_hook(house.cache->mover, count_job, &jobs);
+    request(&house, session, space, 2, 40);
+    cr_assert_leq(jobs, 4, "36 blocks went down in %u jobs", jobs);
+    cr_assert_eq(cached_blocks(&house, space, 1, 60), 60);
+    cr_assert_eq(cached_blocks(&house, space, 2, 40), 40);
+    kvk_cache_check(house.cache);
+    house_stop(&house);
+}
+
 /* ---- Strays ---- */
 
 Test(room, memory_that_a_worker_faults_in_is_charged)
