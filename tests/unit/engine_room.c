@@ -525,12 +525,14 @@ Test(room, a_long_chain_goes_down_in_a_few_jobs)
     house_with(&house, 64 * BLOCK, 64 * BLOCK);
     uint64_t session = house_session(&house);
     uint64_t space = house_space(&house, "model");
-    request(&house, session, space, 1, 60);
+    for (uint32_t name = 3; name > 0; name--) { /* the host has all of its memory by then */
+        request(&house, session, space, name, 60);
+    }
     kvk_mover_test_hook(house.cache->mover, count_job, &jobs);
-    request(&house, session, space, 2, 40);
+    request(&house, session, space, 7, 40);
     cr_assert_leq(jobs, 4, "36 blocks went down in %u jobs", jobs);
     cr_assert_eq(cached_blocks(&house, space, 1, 60), 60);
-    cr_assert_eq(cached_blocks(&house, space, 2, 40), 40);
+    cr_assert_eq(cached_blocks(&house, space, 7, 40), 40);
     kvk_cache_check(house.cache);
     house_stop(&house);
 }
