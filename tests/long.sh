@@ -1,0 +1,44 @@
+#!/bin/sh
+# The long tests, at full size: the simulation, and the tests with real processes.
+#
+#     tests/long.sh [BUILD_FOLDER]
+#
+# BUILD_FOLDER is where the project was built, build/release without it. Takes about an hour on two
+# processors. Ends with 1 if anything failed; what failed is named last. ctest runs the same programs
+# in a minute or two at sizes that find most.
+set -u
+
+here=$(cd "$(dirname "$0")/.." && pwd)
+bin=${1:-$here/build/release}/bin
+failed=""
+
+run() {
+    echo "==== $*"
+    program=$1
+    shift
+    if ! "$bin/$program" "$@"; then
+        failed="$failed $program"
+    fi
+}
+
+for program in kvkeepd test_sim_engine test_stress_daemon_crash; do
+    if [ ! -x "$bin/$program" ]; then
+        echo "$bin/$program is not there: build first, or name the build folder" >&2
+        exit 1
+    fi
+done
+
+run test_sim_engine --seeds 20 --events 1000000
+run test_stress_daemon_crash --rounds 60 --restores 500 --writers 200
+run test_stress_daemon_churn --clients 20000
+run test_stress_daemon_revoke
+run test_stress_daemon_ranks --rounds 100
+run test_stress_daemon_cases --rounds 1000 --stops 5
+run test_stress_server_churn
+run test_stress_server_mixed
+
+if [ -n "$failed" ]; then
+    echo "failed:$failed" >&2
+    exit 1
+fi
+echo "all passed"
