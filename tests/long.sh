@@ -3,13 +3,13 @@
 #
 #     tests/long.sh [BUILD_FOLDER]
 #
-# BUILD_FOLDER is where the project was built, build/release without it. Takes about an hour on two
+# BUILD_FOLDER is where the project was built, build/dev without it. Takes about an hour on two
 # processors. Ends with 1 if anything failed; what failed is named last. ctest runs the same programs
 # in a minute or two at sizes that find most.
 set -u
 
 here=$(cd "$(dirname "$0")/.." && pwd)
-bin=${1:-$here/build/release}/bin
+bin=${1:-$here/build/dev}/bin
 failed=""
 
 run() {
