@@ -3,9 +3,9 @@
 #
 #     tests/long.sh [BUILD_FOLDER]
 #
-# BUILD_FOLDER is where the project was built, build/dev without it. Takes about an hour on two
-# processors. Ends with 1 if anything failed; what failed is named last. ctest runs the same programs
-# in a minute or two at sizes that find most.
+# BUILD_FOLDER is where the project was built, build/dev without it. Takes an hour or two on two
+# processors. Ends with 1 if anything failed; what failed is named last. ctest runs the same
+# programs in a minute or two at sizes that find most.
 set -u
 
 here=$(cd "$(dirname "$0")/.." && pwd)
