@@ -21,7 +21,7 @@ enum {
 struct shared {
     char target[96];
     _Atomic bool stop;
-    _Atomic uint64_t grabbed, moved_rounds;
+    _Atomic uint64_t grabbed, moved_rounds, moved_tokens;
     _Atomic uint32_t lost; /* notices that the session is over */
     uint64_t hit;
     uint64_t rounds;
@@ -79,9 +79,12 @@ static void end(struct daemon *daemon)
 
 /* ---- E1 ---- */
 
+static struct prompt previous; /* of the round before, closed: it was moved to make room */
+
 static void e1_fills(void *unused)
 {
     (void)unused;
+    previous = prompt;
     prompt_set(&prompt, fresh_tokens(), 16);
     worker_fill(&prompt, NULL, &sequence);
 }
@@ -92,7 +95,8 @@ static void e1_swaps_out(void *unused)
     CHECK_OK(kvkeep_swap_out(self.session, &sequence, NULL, &self.error));
 }
 
-/* Every free block, overwritten, until the copies are over and all of the pool was taken. */
+/* Every free block, overwritten, until the copies are over and all of the pool was taken: by two,
+ * since who makes room waits for the copies himself, but the other takes what comes free. */
 static void e1_overwrites(void *unused)
 {
     (void)unused;
@@ -100,9 +104,8 @@ static void e1_overwrites(void *unused)
     static struct prompt prompts[E1_BLOCKS + 1];
     uint32_t count = 0;
     uint64_t until_ms = now_ms() + 10000;
-    while (count < E1_BLOCKS || !atomic_load(&shared->stop)) {
-        CHECK(now_ms() < until_ms, "%u of %d blocks could be taken: %s", count, E1_BLOCKS,
-              self.error.text);
+    while (atomic_load(&shared->grabbed) < E1_BLOCKS || !atomic_load(&shared->stop)) {
+        CHECK(now_ms() < until_ms, "not all blocks could be taken: %s", self.error.text);
         prompt_set(&prompts[count], fresh_tokens(), BLOCK_TOKENS);
         enum kvk_status status = worker_try_open(&prompts[count], NULL, &grabbed[count]);
         if (status != KVK_EXHAUSTED) {
@@ -119,6 +122,20 @@ static void e1_overwrites(void *unused)
     }
 }
 
+/* Of the round before, as much as the policy has kept. */
+static void e1_reads_leased(const struct prompt *of, uint64_t least)
+{
+    struct kvkeep_prompt view = prompt_view(of);
+    CHECK_OK(kvkeep_pin(self.session, &self.space, &view, 10000, false, &lease, &self.error));
+    CHECK(lease.cached_tokens >= least, "%llu tokens are leased",
+          (unsigned long long)lease.cached_tokens);
+    if (lease.cached_tokens > 0) {
+        worker_verify_stream(NULL, &lease, of, lease.cached_tokens);
+    }
+    atomic_fetch_add(&shared->moved_tokens, lease.cached_tokens);
+    CHECK_OK(kvkeep_release(self.session, &lease, &self.error));
+}
+
 static void e1_restores(void *unused)
 {
     (void)unused;
@@ -127,10 +144,10 @@ static void e1_restores(void *unused)
     CHECK_OK(kvkeep_swap_in(self.session, &sequence, NULL, &self.error));
     worker_verify(&sequence, &prompt, 0, 16);
     CHECK(worker_hit(&prompt) == 16, "the restored are not found");
-    struct kvkeep_prompt view = prompt_view(&prompt);
-    CHECK_OK(kvkeep_pin(self.session, &self.space, &view, 10000, false, &lease, &self.error));
-    worker_verify_stream(NULL, &lease, &prompt, 16);
-    CHECK_OK(kvkeep_release(self.session, &lease, &self.error));
+    e1_reads_leased(&prompt, 16);
+    if (previous.count > 0) {
+        e1_reads_leased(&previous, 0);
+    }
     worker_close_sequence(&sequence);
 }
 
@@ -138,28 +155,37 @@ static void case_e1(uint64_t rounds)
 {
     struct daemon daemon;
     struct agent swapper = {.name = "swapper"};
-    struct agent writer = {.name = "writer"};
+    struct agent writers[2] = {{.name = "writer 0"}, {.name = "writer 1"}};
+    uint64_t overwritten = 0;
     phase("E1: swapped out, and every free block overwritten at once");
     begin(&daemon, E1_BLOCKS * BLOCK_BYTES, 64 * BLOCK_BYTES, NULL);
     copies_take(&observer, &shared->look, 500);
     agent_start(&swapper, "swapper", worker_close);
-    agent_start(&writer, "writer", worker_close);
     agent_do(&swapper, opens, NULL);
-    agent_do(&writer, opens, NULL);
+    for (int i = 0; i < 2; i++) {
+        agent_start(&writers[i], writers[i].name, worker_close);
+        agent_do(&writers[i], opens, NULL);
+    }
     for (uint64_t round = 0; round < rounds; round++) {
         atomic_store(&shared->stop, false);
+        atomic_store(&shared->grabbed, 0);
         agent_do(&swapper, e1_fills, NULL);
         agent_begin(&swapper, e1_swaps_out, NULL);
-        agent_begin(&writer, e1_overwrites, NULL);
+        agent_begin(&writers[0], e1_overwrites, NULL);
+        agent_begin(&writers[1], e1_overwrites, NULL);
         agent_end(&swapper);
         atomic_store(&shared->stop, true);
-        agent_end(&writer);
+        agent_end(&writers[0]);
+        agent_end(&writers[1]);
+        overwritten += atomic_load(&shared->grabbed);
         agent_do(&swapper, e1_restores, NULL);
     }
-    (void)printf("            %llu rounds, %llu blocks overwritten\n", (unsigned long long)rounds,
-                 (unsigned long long)atomic_load(&shared->grabbed));
+    (void)printf("            %llu rounds, %llu blocks overwritten, %llu tokens of others right\n",
+                 (unsigned long long)rounds, (unsigned long long)overwritten,
+                 (unsigned long long)atomic_load(&shared->moved_tokens));
     agent_finish(&swapper);
-    agent_finish(&writer);
+    agent_finish(&writers[0]);
+    agent_finish(&writers[1]);
     end(&daemon);
 }
 
