@@ -188,8 +188,14 @@ int main(int argc, char **argv)
     /* One heap without huge pages, so that what is seen is what was allocated. */
     CHECK(setenv("MALLOC_ARENA_MAX", "1", 1) == 0, "setenv");
     CHECK(prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0, "prctl: %s", strerror(errno));
-    const struct daemon_setup setup = {
-        .device_bytes = 8 * MIB, .host_bytes = 8 * MIB, .rest = "[cache]\npolicy = lru\n"};
+    /* Tables are as large as their limits and of zero pages: with small limits all of their pages
+     * are in use after a few clients, and what grows after that was lost. */
+    const struct daemon_setup setup = {.device_bytes = 8 * MIB,
+                                       .host_bytes = 8 * MIB,
+                                       .rest = "[cache]\npolicy = lru\n"
+                                               "[limits]\nsequences = 256\nleases = 256\n"
+                                               "transfers = 256\ninstances = 64\n"
+                                               "sessions = 128\nroots = 256\nspaces = 16\n"};
     daemon_start(&daemon, &setup);
     memcpy(shared->target, daemon.target, sizeof(shared->target));
     memcpy(shared->look.target, daemon.target, sizeof(shared->look.target));
