@@ -625,6 +625,21 @@ void kvk_block_relocate(struct kvk_cache *cache, uint32_t id, enum kvk_tier targ
     kvk_block_settle(cache, id);
 }
 
+void kvk_block_reslot(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier, uint32_t slot,
+                      const uint64_t *checksums)
+{
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    struct kvk_group *group = kvk_group_of(cache, block);
+    KVK_ASSERT(has_copy(block, tier));
+    KVK_ASSERT(block->pin_count[tier] == 0);
+    KVK_ASSERT(block->transfer_count == 0);
+    slot_disown(cache, group, tier, id);
+    slot_own(cache, group, tier, slot, id);
+    memcpy(kvk_block_checksums(cache, block, tier), checksums,
+           group->shard_count * sizeof(*checksums));
+    kvk_block_settle(cache, id);
+}
+
 void kvk_block_drop_copy(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier, bool evicted)
 {
     KVK_ASSERT(kvk_lock_held(&cache->lock));

@@ -322,6 +322,7 @@ struct kvk_cache_stats {
     uint64_t quarantined_blocks;
     uint64_t attended_tokens;
     uint64_t slabs_moved;
+    uint64_t shifted_blocks; /* to another slot of their tier, so that a slab could go */
     uint64_t invalidated_blocks;
     uint64_t lookup_ns, saved_ns; /* what look-ups cost against what hits saved (estimate) */
 };
@@ -488,6 +489,11 @@ void kvk_block_attach(struct kvk_cache *cache, uint32_t block, enum kvk_tier tie
  * along, the old slot is free. */
 void kvk_block_relocate(struct kvk_cache *cache, uint32_t block, enum kvk_tier target,
                         uint32_t slot);
+
+/* A whole, unpinned block's bytes were copied within its tier: the loose slot becomes its slot,
+ * with these checksums [shard_count]; the old slot is free. */
+void kvk_block_reslot(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier, uint32_t slot,
+                      const uint64_t *checksums);
 
 /* Take a free slot of the arena's slabs for a copy under way, or KVK_SLOT_NONE; give it back. It is
  * loose meanwhile: used, bound, nobody's. */

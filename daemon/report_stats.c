@@ -59,6 +59,7 @@ static const struct named counters[] = {
     COUNTER(quarantined_blocks, "quarantined_blocks"),
     COUNTER(attended_tokens, "attended_tokens"),
     COUNTER(slabs_moved, "slabs_moved"),
+    COUNTER(shifted_blocks, "shifted_blocks"),
     COUNTER(invalidated_blocks, "invalidated_blocks"),
 };
 

@@ -167,6 +167,7 @@ bool kvk_room_apply(struct kvk_cache *cache, struct kvk_group *group, enum kvk_t
     case KVK_ROOM_HAND_OVER:
     case KVK_ROOM_DEMOTE:
     case KVK_ROOM_VACATE:
+    case KVK_ROOM_COMPACT:
     case KVK_ROOM_PUNCH:
     case KVK_ROOM_WAIT:
     case KVK_ROOM_NOTHING:

@@ -8,6 +8,7 @@
 
 #define SLAB_CANDIDATES 4
 #define TREE_VISITS_MAX 4096
+#define SHIFT_CANDIDATES 16 /* slabs */
 #define ANY_SLOTS_MAX 65536
 
 /* ---- Groups ---- */
@@ -258,6 +259,40 @@ static uint32_t slab_find(struct kvk_cache *cache, struct kvk_group *group, enum
     return best;
 }
 
+/* A slab that can be emptied by moving what lies in it: the emptiest of a few. */
+static uint32_t shiftable_find(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
+                               uint64_t *slots)
+{
+    const struct kvk_arena *arena = &group->tiers[tier].arena;
+    uint32_t looked_at = 0;
+    for (uint32_t level = 0; level < KVK_ARENA_LEVEL_COUNT; level++) {
+        uint32_t slab = arena->levels[level];
+        if (slab != KVK_SLAB_NONE) {
+            *slots += arena->slabs[slab].slot_count;
+            if (kvk_room_slab_may_shift(cache, group, tier, slab)) {
+                return slab;
+            }
+        }
+    }
+    for (uint32_t slab = 0; slab < arena->slab_capacity && looked_at < SHIFT_CANDIDATES; slab++) {
+        if (arena->slabs[slab].slot_count == 0) {
+            continue;
+        }
+        looked_at++;
+        *slots += arena->slabs[slab].slot_count;
+        if (kvk_room_slab_may_shift(cache, group, tier, slab)) {
+            return slab;
+        }
+    }
+    return KVK_SLAB_NONE;
+}
+
+/* Nothing lies below the tier: what leaves it is forgotten. */
+static bool is_last_tier(const struct kvk_group *group, enum kvk_tier tier)
+{
+    return tier == KVK_TIER_HOST || !group->tiers[KVK_TIER_HOST].present;
+}
+
 /* ---- Who gives ---- */
 
 enum claim {
@@ -272,6 +307,7 @@ struct giver {
     double over_bytes; /* above the equal share */
     double score;      /* of its next victim */
     uint32_t slab;
+    bool shifts; /* the slab's blocks move first */
 };
 
 static double equal_share(const struct kvk_cache *cache, enum kvk_tier tier, uint32_t asking)
@@ -361,6 +397,10 @@ static bool any_slab_find(struct kvk_cache *cache, struct kvk_group *group, enum
             continue;
         }
         uint32_t slab = slab_find(cache, other, tier, &mean, &slots);
+        giver->shifts = slab == KVK_SLAB_NONE && is_last_tier(other, tier);
+        if (giver->shifts) {
+            slab = shiftable_find(cache, other, tier, &slots);
+        }
         if (slab != KVK_SLAB_NONE) {
             giver->group = other;
             giver->slab = slab;
@@ -463,13 +503,21 @@ static void choose_victim(struct kvk_cache *cache, struct kvk_group *group, enum
             choose_slab(choice, KVK_ROOM_VACATE, giver.group, giver.slab);
             return;
         }
+        if (giver.slab == KVK_SLAB_NONE && is_last_tier(giver.group, tier)) {
+            giver.slab = shiftable_find(cache, giver.group, tier, &slots);
+            if (giver.slab != KVK_SLAB_NONE) {
+                choose_slab(choice, KVK_ROOM_COMPACT, giver.group, giver.slab);
+                return;
+            }
+        }
     }
     if (own) {
         choose_own(choice, &victim);
         return;
     }
     if (!is_alone(cache) && any_slab_find(cache, group, tier, want, &giver)) {
-        choose_slab(choice, KVK_ROOM_VACATE, giver.group, giver.slab);
+        choose_slab(choice, giver.shifts ? KVK_ROOM_COMPACT : KVK_ROOM_VACATE, giver.group,
+                    giver.slab);
         return;
     }
     choose_waiting(cache, tier, choice);

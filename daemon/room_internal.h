@@ -25,6 +25,7 @@ enum kvk_room_step {
     KVK_ROOM_HAND_OVER, /* `giver` has `slab`, which is empty */
     KVK_ROOM_DEMOTE,    /* the group's own victims have to be copied to the host tier first */
     KVK_ROOM_VACATE,    /* `giver` gives `slab`, whose blocks have to go first */
+    KVK_ROOM_COMPACT,   /* `giver` gives `slab`, whose blocks move to slots of its victims first */
     KVK_ROOM_PUNCH,     /* a slab that was given up waits to be punched out */
     KVK_ROOM_WAIT,      /* copies under way will free something */
     KVK_ROOM_NOTHING,
@@ -79,6 +80,18 @@ void kvk_room_forget_tree(struct kvk_cache *cache, uint32_t block);
  */
 bool kvk_room_slab_leave(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
                          uint32_t slab);
+
+/* ---- room_compact.c ---- */
+
+/* Are all blocks of the slab whole, and free to lie elsewhere in their tier? */
+bool kvk_room_slab_may_shift(const struct kvk_cache *cache, const struct kvk_group *group,
+                             enum kvk_tier tier, uint32_t slab);
+
+/* Move what lies in the slab into other slots of the arena, forgetting its least worth for it. What
+ * is pinned meanwhile stays. KVK_EXHAUSTED: there are not enough victims. */
+KVK_CHECKED enum kvk_status kvk_room_compact_drops(struct kvk_cache *cache, struct kvk_group *group,
+                                                   enum kvk_tier tier, uint32_t slab,
+                                                   struct kvk_error *error);
 
 /* ---- room_make.c ---- */
 

@@ -304,6 +304,8 @@ static enum kvk_status vacate_drops(struct kvk_cache *cache, struct kvk_group *g
     space->reference_count++;
     if (tier == KVK_TIER_DEVICE && giver->tiers[KVK_TIER_HOST].present) {
         status = slab_demote_drops(cache, giver, choice->slab, error);
+    } else if (choice->step == KVK_ROOM_COMPACT) {
+        status = kvk_room_compact_drops(cache, giver, tier, choice->slab, error);
     } else {
         slab_forget(cache, giver, tier, choice->slab);
     }
@@ -357,6 +359,7 @@ static enum kvk_status step_drops(struct kvk_cache *cache, struct kvk_group *gro
         count = count < DEMOTE_COUNT_MIN ? DEMOTE_COUNT_MIN : count;
         return kvk_room_demote_drops(cache, group, count, false, &demoted, error);
     case KVK_ROOM_VACATE:
+    case KVK_ROOM_COMPACT:
         if (prepare_drops(cache, group, tier, &choice, &status, error)) {
             return status;
         }
