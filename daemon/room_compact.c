@@ -174,6 +174,15 @@ static void shift_end(struct compaction *job, const struct shift *shift, bool co
     kvk_block_release(cache, shift->block, false);
 }
 
+static void shifts_end(struct compaction *job, bool copied)
+{
+    for (uint32_t i = 0; i < job->shift_count; i++) {
+        shift_end(job, &job->shifts[i], copied);
+    }
+    job->cache->stats.shifted_blocks += job->shift_count;
+    pthread_cond_broadcast(&job->cache->changed);
+}
+
 static void compaction_finish(struct compaction *job)
 {
     for (uint32_t i = job->shift_count; i < job->free_count; i++) {
@@ -227,11 +236,7 @@ enum kvk_status kvk_room_compact_drops(struct kvk_cache *cache, struct kvk_group
                                 error);
         kvk_lock(&cache->lock);
         cache->stats.copy_failures += status == KVK_OK ? 0 : 1;
-        for (uint32_t i = 0; i < job.shift_count; i++) {
-            shift_end(&job, &job.shifts[i], status == KVK_OK);
-        }
-        cache->stats.shifted_blocks += job.shift_count;
-        pthread_cond_broadcast(&cache->changed);
+        shifts_end(&job, status == KVK_OK);
     }
     compaction_finish(&job);
     return status;
