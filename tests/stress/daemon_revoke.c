@@ -305,6 +305,7 @@ static void expect_quarantine(uint64_t lost_sessions)
     do {
         observe_now();
     } while (look->lost_sessions != lost_sessions && now_ms() < until_ms);
+    observe_now(); /* one look is several calls: all of them after the loss */
     if (look->lost_sessions != lost_sessions || look->quarantine_blocks != LOST_BLOCKS ||
         look->tiers[1].quarantine != LOST_BLOCKS * BLOCK_BYTES) {
         look_print(look);
