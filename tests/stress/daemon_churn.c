@@ -14,7 +14,7 @@
 /* What the second half of the clients may add; in the first half the daemon's tables and heap find
  * their size. With 2,000 clients a leak of 1.5 KiB each breaks it, with 20,000 one of 150 bytes. A
  * sanitizer's own books grow with what was allocated. */
-#ifdef __SANITIZE_ADDRESS__
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define GROWTH_BYTES_MAX (24 * MIB)
 #else
 #define GROWTH_BYTES_MAX (3 * MIB / 2)
