@@ -403,8 +403,8 @@ enum kvk_status kvk_lease_renew(struct kvk_cache *cache, const struct kvk_caller
                                 uint64_t session_id, uint64_t lease_id, uint64_t ttl_ms,
                                 struct kvk_error *error)
 {
-    struct kvk_session *session;
-    struct kvk_lease *lease;
+    struct kvk_session *session = NULL;
+    struct kvk_lease *lease = NULL;
     enum kvk_status status = check_ttl(cache, ttl_ms, error);
     if (status != KVK_OK) {
         return status;
@@ -412,6 +412,7 @@ enum kvk_status kvk_lease_renew(struct kvk_cache *cache, const struct kvk_caller
     kvk_lock(&cache->lock);
     status = kvk_lease_find(cache, caller, session_id, lease_id, &session, &lease, error);
     if (status == KVK_OK) {
+        KVK_ASSERT(lease != NULL);
         kvk_lease_heap_remove(&cache->lease_heap, lease);
         lease->expires_ns = kvk_lease_clock(cache) + ttl_ms * KVK_NS_PER_MS;
         kvk_lease_heap_add(&cache->lease_heap, lease);
@@ -433,10 +434,11 @@ enum kvk_status kvk_lease_release(struct kvk_cache *cache, const struct kvk_call
     enum kvk_status status = KVK_OK;
     uint32_t marked = 0;
     for (; marked < lease_count; marked++) {
-        struct kvk_session *session;
-        struct kvk_lease *lease;
+        struct kvk_session *session = NULL;
+        struct kvk_lease *lease = NULL;
         status =
             kvk_lease_find(cache, caller, session_id, lease_ids[marked], &session, &lease, error);
+        KVK_ASSERT(status != KVK_OK || lease != NULL);
         if (status == KVK_OK && lease->marked) {
             status = kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "lease_ids",
                               "lease_ids names a lease twice");

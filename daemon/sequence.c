@@ -527,6 +527,7 @@ enum kvk_status kvk_sequence_lock(struct kvk_cache *cache, const struct kvk_call
                                   struct kvk_sequence **sequence, struct kvk_error *error)
 {
     uint64_t reserved = KVK_TABLE_ENTRIES_AHEAD;
+    *sequence = NULL;
     for (;;) {
         enum kvk_status reserve_status = KVK_OK;
         if (tables != NULL) {
@@ -541,6 +542,7 @@ enum kvk_status kvk_sequence_lock(struct kvk_cache *cache, const struct kvk_call
         if (status != KVK_OK || tables == NULL) {
             return status;
         }
+        KVK_ASSERT(*sequence != NULL);
         uint64_t needed = entries_for(*sequence, new_tokens);
         if (needed <= reserved) {
             return KVK_OK;
@@ -653,11 +655,12 @@ enum kvk_status kvk_sequence_get(struct kvk_cache *cache, const struct kvk_calle
                                  struct kvk_sequence_reply *reply, struct kvk_tables *tables,
                                  struct kvk_error *error)
 {
-    struct kvk_session *session;
-    struct kvk_sequence *sequence;
+    struct kvk_session *session = NULL;
+    struct kvk_sequence *sequence = NULL;
     enum kvk_status status = kvk_sequence_lock(cache, caller, session_id, sequence_id,
                                                KVK_WHOLE_TABLE, tables, &session, &sequence, error);
     if (status == KVK_OK) {
+        KVK_ASSERT(sequence != NULL);
         kvk_sequence_answer(sequence, reply);
         kvk_sequence_tables_all(cache, sequence, tables);
     }
@@ -679,13 +682,14 @@ enum kvk_status kvk_sequence_close(struct kvk_cache *cache, const struct kvk_cal
     enum kvk_status status = KVK_OK;
     uint32_t marked = 0;
     for (; marked < count && status == KVK_OK; marked++) {
-        struct kvk_session *session;
-        struct kvk_sequence *sequence;
+        struct kvk_session *session = NULL;
+        struct kvk_sequence *sequence = NULL;
         status = kvk_sequence_find(cache, caller, session_id, sequence_ids[marked], &session,
                                    &sequence, error);
         if (status != KVK_OK) {
             break;
         }
+        KVK_ASSERT(sequence != NULL);
         if (sequence->marked) {
             status = kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "sequence_ids",
                               "sequence_ids names a sequence twice");

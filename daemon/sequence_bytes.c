@@ -303,6 +303,7 @@ static enum kvk_status read_begin_drops(struct kvk_cache *cache, const struct re
                                         struct shard_read *read, struct kvk_read_handle *handle,
                                         struct kvk_error *error)
 {
+    KVK_ASSERT(reading->space != NULL);
     const struct kvk_group *group = reading->space->groups[request->group];
     uint32_t id = reading->blocks[request->block];
     const struct kvk_block *block = kvk_index_block(cache->index, id);

@@ -102,11 +102,11 @@ static enum kvk_status check_window(const struct kvk_sequence *sequence, uint64_
         uint64_t keep = sequence->groups[g].keep_block;
         first = first < sinks ? sinks : first;
         if (first < keep && first < end) {
-            return kvk_fail_limit(error, KVK_PRECONDITION, KVK_CAUSE_WINDOW_GONE, "length", length,
-                                  keep * space->block_tokens,
-                                  "group %u needs tokens from %llu on; its window begins at %llu",
-                                  g, (unsigned long long)(first * space->block_tokens),
-                                  (unsigned long long)(keep * space->block_tokens));
+            unsigned long long needed = first * space->block_tokens;
+            unsigned long long kept = keep * space->block_tokens;
+            return kvk_fail_limit(
+                error, KVK_PRECONDITION, KVK_CAUSE_WINDOW_GONE, "length", length, kept,
+                "group %u needs tokens from %llu on; its window begins at %llu", g, needed, kept);
         }
     }
     return KVK_OK;

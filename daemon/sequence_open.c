@@ -398,6 +398,7 @@ static enum kvk_status open_try(struct opening *opening, struct kvk_sequence_rep
     kvk_lock(&cache->lock);
     status = open_find(opening);
     if (status == KVK_OK && opening->repeated_id == 0) {
+        KVK_ASSERT(opening->space != NULL);
         status = kvk_sequence_link(cache, opening->sequence, opening->instance, opening->space,
                                    opening->error);
         if (status == KVK_EXHAUSTED && opening->error != NULL) {

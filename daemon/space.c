@@ -271,6 +271,7 @@ static void capacity_learn(struct kvk_cache *cache, const struct kvk_space *spac
     for (uint32_t i = 0; i < space->group_count; i++) {
         space_bytes += space->groups[i]->block_bytes;
     }
+    KVK_ASSERT(space_bytes > 0);
     uint64_t blocks = 0;
     for (int i = 0; i < KVK_TIER_COUNT; i++) {
         blocks += cache->tiers[i].pool.limit_bytes / space_bytes * space->group_count;
@@ -321,6 +322,7 @@ static enum kvk_status open_new_drops(struct kvk_cache *cache, const struct kvk_
         cache->space_count--;
         return status;
     }
+    KVK_ASSERT(space != NULL);
     struct kvk_space *known =
         space_with_identity(cache, tenant, space->identity, space->identity_size);
     if (known == NULL) {

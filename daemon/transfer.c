@@ -78,6 +78,9 @@ static enum kvk_status transfer_find(struct transferring *to, const struct kvk_c
                                      struct kvk_error *error)
 {
     const struct kvk_transfer_request *request = to->request;
+    if (request->block_count == 0) {
+        return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "block_count", "must be at least 1");
+    }
     enum kvk_status status =
         request->lease_id != 0 ? find_lease(to, caller, error) : find_sequence(to, caller, error);
     if (status != KVK_OK) {
@@ -139,6 +142,7 @@ static void transfer_take(const struct transferring *to, struct kvk_transfer *tr
 static enum kvk_status transfer_put(struct kvk_cache *cache, struct kvk_transfer *transfer,
                                     struct kvk_error *error)
 {
+    KVK_ASSERT(transfer != NULL);
     transfer->id = kvk_cache_new_id(cache);
     if (kvk_table_put(&cache->transfer_table, transfer->id, transfer) == KVK_OK) {
         return KVK_OK;
@@ -183,6 +187,7 @@ enum kvk_status kvk_transfer_begin(struct kvk_cache *cache, const struct kvk_cal
     if (status != KVK_OK) {
         return status;
     }
+    KVK_ASSERT(entries > 0); /* transfer_find() refuses none */
     struct kvk_transfer *transfer = calloc(1, sizeof(*transfer));
     struct kvk_pinned *pins = malloc(entries * sizeof(*pins));
     if (transfer == NULL || pins == NULL) {
