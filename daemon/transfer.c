@@ -182,6 +182,7 @@ enum kvk_status kvk_transfer_begin(struct kvk_cache *cache, const struct kvk_cal
     }
     kvk_lock(&cache->lock);
     status = transfer_find(&to, caller, error); /* bounds what is allocated below */
+    KVK_ASSERT(status != KVK_OK || to.space != NULL);
     uint64_t entries = status == KVK_OK ? request->block_count * to.space->group_count : 0;
     kvk_unlock(&cache->lock);
     if (status != KVK_OK) {
