@@ -357,9 +357,7 @@ enum kvk_status kvkeep_stream_open(struct kvkeep_connection *connection, const c
     batch_start(new->call, first, 1, tag_of(new, TAG_SEND));
     bool sent = batch_wait(new->queue, tag_of(new, TAG_SEND));
     batch_start(new->call, first + 1, 1, tag_of(new, TAG_SEND));
-    /* The answer's metadata comes with its first message or its status. */
     if (!sent) {
-        (void)batch_wait(new->queue, tag_of(new, TAG_SEND));
         return kvkeep_stream_finish(new, error);
     }
     *stream = new;
@@ -409,16 +407,10 @@ enum kvk_status kvkeep_stream_finish(struct kvkeep_stream *stream, struct kvk_er
 {
     (void)batch_wait(stream->queue, tag_of(stream, TAG_STATUS));
     enum kvk_status status = outcome_status(&stream->outcome, error);
+    /* What was begun and not waited for, the answer's metadata, is over with the call. */
+    (void)batch_wait(stream->queue, tag_of(stream, TAG_SEND));
     grpc_call_unref(stream->call);
-    /* What was begun and not waited for (the initial metadata) ends with the queue. */
-    grpc_completion_queue_shutdown(stream->queue);
-    while (grpc_completion_queue_pluck(stream->queue, tag_of(stream, TAG_SEND),
-                                       gpr_time_0(GPR_CLOCK_MONOTONIC), NULL)
-               .type == GRPC_OP_COMPLETE) {
-    }
-    (void)grpc_completion_queue_pluck(stream->queue, NULL, gpr_inf_future(GPR_CLOCK_MONOTONIC),
-                                      NULL);
-    grpc_completion_queue_destroy(stream->queue);
+    queue_destroy(stream->queue);
     outcome_finish(&stream->outcome);
     free(stream);
     return status;

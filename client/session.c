@@ -10,12 +10,14 @@
 #include <sys/stat.h>
 #include <sys/time.h>
 #include <sys/un.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "base/assert.h"
 
 #define TOKEN_SIZE 16
 #define SIDE_TIMEOUT_S 10
+#define CLOSE_TIMEOUT_S 5
 
 /* ---- the side socket ---- */
 
@@ -225,7 +227,13 @@ void kvkeep_session_close(struct kvkeep_session *session)
     if (!kvkeep_stream_half_close(session->stream)) {
         kvkeep_stream_cancel(session->stream);
     }
-    pthread_join(session->listener, NULL);
+    struct timespec until;
+    (void)clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += CLOSE_TIMEOUT_S;
+    if (pthread_timedjoin_np(session->listener, NULL, &until) != 0) {
+        kvkeep_stream_cancel(session->stream); /* the daemon does not answer */
+        pthread_join(session->listener, NULL);
+    }
     struct kvk_error ignored;
     (void)kvkeep_stream_finish(session->stream, &ignored);
     session->stream = NULL;
