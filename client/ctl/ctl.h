@@ -36,7 +36,10 @@ struct ctl_command {
     int (*run)(const struct ctl_options *options, int argc, char **argv);
 };
 
-int ctl_usage(const struct ctl_command *command, const char *complaint); /* prints, CTL_USAGE */
+/* Print how a command is used, and before it what is wrong; CTL_USAGE. After
+ * ctl_usage_is_asked_for() it is an answer: without a complaint, and on standard output. */
+int ctl_usage(const struct ctl_command *command, const char *complaint);
+void ctl_usage_is_asked_for(void);
 
 /* Print a failure with its cause and hint; the exit code for it. */
 int ctl_fail(const char *what, const struct kvk_error *error);

@@ -92,6 +92,7 @@ int main(int argc, char **argv)
                 char asked[] = "--help";
                 char *unknown[] = {argv[1], asked, NULL};
                 opterr = 0;
+                ctl_usage_is_asked_for();
                 int code = commands[i].run(&options, 2, unknown);
                 return code == CTL_USAGE ? CTL_OK : code;
             }

@@ -118,12 +118,20 @@ int ctl_fail(const char *what, const struct kvk_error *error)
     return error->status == KVK_UNAVAILABLE ? CTL_NO_DAEMON : CTL_FAILED;
 }
 
+static bool usage_is_asked_for; /* set once, before any command runs */
+
+void ctl_usage_is_asked_for(void)
+{
+    usage_is_asked_for = true;
+}
+
 int ctl_usage(const struct ctl_command *command, const char *complaint)
 {
-    if (complaint != NULL) {
-        (void)fprintf(stderr, "kvkeepctl %s: wants %s\n", command->name, complaint);
+    FILE *file = usage_is_asked_for ? stdout : stderr;
+    if (complaint != NULL && !usage_is_asked_for) {
+        (void)fprintf(file, "kvkeepctl %s: wants %s\n", command->name, complaint);
     }
-    (void)fprintf(stderr, "usage: kvkeepctl [--connect TARGET] [--token TOKEN] [--json] %s\n%s",
+    (void)fprintf(file, "usage: kvkeepctl [--connect TARGET] [--token TOKEN] [--json] %s\n%s",
                   command->name, command->usage == NULL ? "" : command->usage);
     return CTL_USAGE;
 }
