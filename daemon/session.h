@@ -3,9 +3,10 @@
  * when one of them goes.
  *
  * An instance is an engine: the process that opened it and the ranks that joined by its token. A
- * session is one such process. A session ends when its stream ends: then what it was granted and
- * did not seal is aborted, and where the process that opened the instance ends (or the last one),
- * all that the instance owns is given back at once.
+ * session is one such process. A session ends when its stream ends, or its process (a child may
+ * hold the stream open): then what it was granted and did not seal is aborted, and where the
+ * process that opened the instance ends (or the last one), all that the instance owns is given back
+ * at once.
  *
  * A lost connection is not a dead writer: slots that the session's process has mapped for writing
  * and that were granted to it wait in quarantine until the process is known to be gone (its pidfd
