@@ -363,7 +363,7 @@ static enum kvk_status compute(struct kvk_attention_plan *plan, struct kvk_error
     struct work work;
 
     enum kvk_status status = work_init(plan, &work, error);
-    for (int tier = 0; status == KVK_OK && tier < KVK_TIER_COUNT; tier++) {
+    for (int tier = 0; status == KVK_OK && tier < KVK_MEMORY_TIER_COUNT; tier++) {
         status = still_wanted(plan->caller, error);
         if (status == KVK_OK) {
             status = attend_tier(plan, &work, (enum kvk_tier)tier, error);
@@ -384,7 +384,7 @@ static enum kvk_status pages_alloc(struct kvk_attention_plan *plan, struct kvk_e
 
     plan->pages = calloc(count, sizeof(plan->pages[0]));
     bool good = plan->pages != NULL;
-    for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
+    for (int tier = 0; tier < KVK_MEMORY_TIER_COUNT; tier++) {
         plan->addresses[tier] = calloc(count, sizeof(plan->addresses[0][0]));
         good = good && plan->addresses[tier] != NULL;
     }
@@ -401,7 +401,7 @@ static void plan_finish(struct kvk_attention_plan *plan)
 {
     free(plan->spans);
     free(plan->pages);
-    for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
+    for (int tier = 0; tier < KVK_MEMORY_TIER_COUNT; tier++) {
         free((void *)plan->addresses[tier]);
     }
 }

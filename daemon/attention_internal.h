@@ -22,8 +22,8 @@ struct kvk_attention_span {
     uint64_t token_count; /* that are sealed, as far as it may see */
     uint64_t first_page;
     uint32_t page_count;
-    uint64_t offset;                 /* in the arrays of pages */
-    uint64_t tokens[KVK_TIER_COUNT]; /* seen there */
+    uint64_t offset;                        /* in the arrays of pages */
+    uint64_t tokens[KVK_MEMORY_TIER_COUNT]; /* seen there */
 };
 
 struct kvk_attention_plan {
@@ -36,9 +36,9 @@ struct kvk_attention_plan {
     uint32_t shard;
     struct kvk_attend attend; /* all but the items */
 
-    struct kvk_attention_span *spans;       /* [item_count], ours */
-    struct kvk_attention_page *pages;       /* [page_count], ours */
-    const void **addresses[KVK_TIER_COUNT]; /* [page_count], NULL: not there. Ours */
+    struct kvk_attention_span *spans;              /* [item_count], ours */
+    struct kvk_attention_page *pages;              /* [page_count], ours */
+    const void **addresses[KVK_MEMORY_TIER_COUNT]; /* [page_count], NULL: not there. Ours */
     uint64_t page_count;
 };
 

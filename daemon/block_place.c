@@ -105,12 +105,12 @@ struct kvk_table_part *kvk_tables_part(struct kvk_tables *tables, uint32_t group
 /* A pinned copy stays where the answer says it is, so it comes first. */
 static int tier_to_show(const struct kvk_block *block)
 {
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         if (block->pin_count[i] > 0) {
             return i;
         }
     }
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         if (block->slot[i] != KVK_SLOT_NONE) {
             return i;
         }

@@ -21,7 +21,8 @@
 #define COUNTED_ALL 0x7fU
 
 _Static_assert(KVK_BLOCK_STATE_COUNT <= COUNTED_STATE + 1, "a state fits in its bits");
-_Static_assert(COUNTED_BOUND(KVK_TIER_COUNT - 1) < (1U << COUNTED_KIND_SHIFT), "so do the tiers");
+_Static_assert(COUNTED_BOUND(KVK_MEMORY_TIER_COUNT - 1) < (1U << COUNTED_KIND_SHIFT),
+               "so do the tiers");
 _Static_assert((KVK_BLOCK_QUARANTINED & COUNTED_ALL) == 0, "the input bit is apart");
 
 /* Why bytes are bound: one reason a block, the first that holds from below. */
@@ -132,7 +133,7 @@ static void bound_count(struct kvk_cache *cache, const struct kvk_group *group, 
                         bool add)
 {
     enum kind kind = (enum kind)((flags & COUNTED_KIND) >> COUNTED_KIND_SHIFT);
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         if ((flags & COUNTED_BOUND(i)) == 0) {
             continue;
         }
@@ -181,7 +182,7 @@ static void count_update(struct kvk_cache *cache, struct kvk_group *group, uint3
                          struct kvk_block *block)
 {
     uint32_t now = block->state;
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         if (is_bound(cache, group, id, block, (enum kvk_tier)i)) {
             now |= COUNTED_BOUND(i);
             now |= (uint32_t)kind_of(block) << COUNTED_KIND_SHIFT;
@@ -338,7 +339,7 @@ static void slot_disown(struct kvk_cache *cache, struct kvk_group *group, enum k
 static void tiers_set(struct kvk_cache *cache, struct kvk_group *group, uint32_t id, uint8_t mask)
 {
     const struct kvk_block *block = kvk_index_block(cache->index, id);
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         uint8_t bit = (uint8_t)(1U << i);
         if ((mask & bit) != 0 && (block->tier_mask & bit) == 0) {
             group->tier_blocks[i]++;
@@ -415,7 +416,7 @@ static void block_forget(struct kvk_cache *cache, struct kvk_group *group, uint3
     struct kvk_block *block = kvk_index_block(cache->index, id);
     KVK_ASSERT(block->state == KVK_BLOCK_EVICTABLE);
     queue_leave(block, id);
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         slot_remove(cache, group, id, (enum kvk_tier)i);
     }
     cache->stats.forgotten_blocks++;
@@ -431,7 +432,7 @@ static void block_forget(struct kvk_cache *cache, struct kvk_group *group, uint3
 static void damage_clear(struct kvk_cache *cache, struct kvk_group *group, uint32_t id,
                          const struct kvk_block *block)
 {
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         if (is_damaged(block, (enum kvk_tier)i) && block->pin_count[i] == 0 &&
             block->transfer_count == 0 && block->tier_mask != 0) {
             slot_disown(cache, group, (enum kvk_tier)i, id);
@@ -486,7 +487,7 @@ static void last_release(struct kvk_cache *cache, struct kvk_group *group, uint3
     bool unsealed = is_unsealed(block);
     KVK_ASSERT(block->queue == NULL);
     kvk_block_step(block, unsealed ? KVK_BLOCK_ABORT : KVK_BLOCK_DISCARD);
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         slot_remove(cache, group, id, (enum kvk_tier)i);
     }
     block_end(cache, group, id);
@@ -702,7 +703,7 @@ void kvk_block_fill(struct kvk_cache *cache, uint32_t winner_id, uint32_t id)
     winner->lease_hold_count = block->lease_hold_count;
     block->lease_hold_count = 0;
     tiers_set(cache, group, id, 0);
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         winner->slot[i] = block->slot[i];
         winner->pin_count[i] = block->pin_count[i];
         if (block->slot[i] != KVK_SLOT_NONE) {

@@ -32,8 +32,8 @@ static enum kvk_status devices_take(struct kvk_cache *cache,
     cache->devices[KVK_TIER_DEVICE] = options->device;
     cache->devices[KVK_TIER_HOST] = options->host_device;
     cache->memory = options->host_device != NULL ? options->host_device : options->device;
-    const uint64_t limits[KVK_TIER_COUNT] = {config->device_bytes, config->host_bytes};
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    const uint64_t limits[KVK_MEMORY_TIER_COUNT] = {config->device_bytes, config->host_bytes};
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         kvk_pool_init(&cache->tiers[i].pool, limits[i]);
         if (limits[i] == 0) {
             continue;
@@ -214,14 +214,14 @@ static void blocks_forget(struct kvk_cache *cache)
     uint32_t end = kvk_index_block_id_end(cache->index);
     for (uint32_t id = 0; id < end; id++) {
         uint8_t mask = kvk_index_block(cache->index, id)->tier_mask;
-        for (int i = 0; i < KVK_TIER_COUNT; i++) {
+        for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
             if ((mask & (1U << i)) != 0) {
                 kvk_block_drop_copy(cache, id, (enum kvk_tier)i, false);
             }
         }
     }
     KVK_ASSERT(kvk_index_block_count(cache->index) == 0);
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         KVK_ASSERT(cache->tiers[i].used_bytes == 0);
         KVK_ASSERT(cache->tiers[i].bound_bytes == 0);
         KVK_ASSERT(cache->tiers[i].growth_bytes == 0);
@@ -247,7 +247,7 @@ static void memory_free(struct kvk_cache *cache)
         free(cache->path[g]);
         free(cache->path_tiers[g]);
     }
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         free(cache->tiers[i].tenant_bytes);
     }
     free(cache->groups);
@@ -385,7 +385,7 @@ static void strays_drops(struct kvk_cache *cache)
         }
         looked++;
         group->space->reference_count++; /* stays while it is measured */
-        for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
+        for (int tier = 0; tier < KVK_MEMORY_TIER_COUNT; tier++) {
             strays_measure_drops(cache, group, (enum kvk_tier)tier);
         }
         group->space->reference_count--;

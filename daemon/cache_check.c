@@ -16,7 +16,7 @@ struct found {
     uint32_t holds;
     uint32_t lease_holds;
     uint32_t anchors;
-    uint32_t pins[KVK_TIER_COUNT];
+    uint32_t pins[KVK_MEMORY_TIER_COUNT];
     bool quarantined;
 };
 
@@ -28,7 +28,7 @@ struct check {
     struct kvk_cache *cache;
     struct found *found; /* [id_end] */
     uint32_t id_end;
-    struct tier_sums tiers[KVK_TIER_COUNT];
+    struct tier_sums tiers[KVK_MEMORY_TIER_COUNT];
     uint64_t excess_holds; /* of calls that nobody lists: they are under way */
     uint64_t excess_pins;
 };
@@ -60,7 +60,7 @@ static struct found *found_of(struct check *check, uint32_t id)
 static void add_pin(struct found *found, uint8_t pin)
 {
     if (pin != 0) {
-        KVK_ASSERT(pin <= KVK_TIER_COUNT);
+        KVK_ASSERT(pin <= KVK_MEMORY_TIER_COUNT);
         found->pins[pin - 1]++;
     }
 }
@@ -170,7 +170,7 @@ static void check_references(struct check *check, uint32_t id, const struct kvk_
     KVK_ASSERT(block->anchor_count >= found->anchors);
     KVK_ASSERT(((block->flags & KVK_BLOCK_QUARANTINED) != 0) == found->quarantined);
     check->excess_holds += block->hold_count - found->holds;
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         KVK_ASSERT(block->pin_count[i] >= found->pins[i]);
         KVK_ASSERT(block->pin_count[i] == 0 || block->slot[i] != KVK_SLOT_NONE);
         check->excess_pins += block->pin_count[i] - found->pins[i];
@@ -181,7 +181,7 @@ static void check_state(const struct check *check, uint32_t id, const struct kvk
 {
     const struct kvk_cache *cache = check->cache;
     uint32_t slots = 0;
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         slots += block->slot[i] != KVK_SLOT_NONE;
         KVK_ASSERT(!has_bit(block->tier_mask, i) || block->slot[i] != KVK_SLOT_NONE);
         bool damaged = kvk_block_is_whole(block) && block->slot[i] != KVK_SLOT_NONE &&
@@ -242,7 +242,7 @@ static bool should_be_bound(const struct kvk_cache *cache, const struct kvk_grou
 static void sum_block(struct check *check, const struct kvk_group *group, uint32_t id,
                       const struct kvk_block *block)
 {
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         struct tier_sums *sums = &check->tiers[i];
         sums->used += block->slot[i] != KVK_SLOT_NONE ? group->block_bytes : 0;
         if (!should_be_bound(check->cache, group, id, block, i)) {
@@ -298,7 +298,7 @@ static void check_queue(const struct kvk_cache *cache, struct kvk_group *group, 
 
 static void check_slots(const struct kvk_group *group, uint32_t id, const struct kvk_block *block)
 {
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         if (block->slot[i] != KVK_SLOT_NONE) {
             const struct kvk_group_tier *at = &group->tiers[i];
             KVK_ASSERT(at->present);
@@ -355,8 +355,8 @@ static void check_group_tier(struct check *check, const struct kvk_group *group,
 /* Blocks by state and tier, and members of queues, of one group. */
 struct group_sums {
     uint64_t states[KVK_BLOCK_STATE_COUNT];
-    uint64_t tiers[KVK_TIER_COUNT];
-    uint32_t queues[KVK_TIER_COUNT][3];
+    uint64_t tiers[KVK_MEMORY_TIER_COUNT];
+    uint32_t queues[KVK_MEMORY_TIER_COUNT][3];
 };
 
 static void check_group_sums(const struct kvk_group *group, const struct group_sums *sums)
@@ -364,7 +364,7 @@ static void check_group_sums(const struct kvk_group *group, const struct group_s
     for (int i = 0; i < KVK_BLOCK_STATE_COUNT; i++) {
         KVK_ASSERT(group->state_counts[i] == sums->states[i]);
     }
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         const struct kvk_group_tier *at = &group->tiers[i];
         KVK_ASSERT(group->tier_blocks[i] == sums->tiers[i]);
         if (at->present) {
@@ -379,7 +379,7 @@ static void add_to_group(struct group_sums *sums, const struct kvk_group *group,
                          const struct kvk_block *block)
 {
     sums->states[block->state]++;
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         const struct kvk_group_tier *at = &group->tiers[i];
         sums->tiers[i] += has_bit(block->tier_mask, i);
         sums->queues[i][0] += block->queue == &at->queue;
@@ -531,7 +531,7 @@ void kvk_cache_check_locked(struct kvk_cache *cache)
     KVK_ASSERT(check.found != NULL);
     walk_holders(&check);
     check_blocks(&check);
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         check_tier(&check, i);
     }
     check_spaces(cache);
@@ -543,7 +543,7 @@ void kvk_cache_check_locked(struct kvk_cache *cache)
         KVK_ASSERT(check.excess_pins == 0);
         KVK_ASSERT(cache->moves_under_way == 0);
         /* But slots that a call has taken and waits with for the others that it needs. */
-        for (int i = 0; i < KVK_TIER_COUNT; i++) {
+        for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
             KVK_ASSERT(cache->tiers[i].copying_bytes == loose_bytes(cache, (enum kvk_tier)i));
         }
     }

@@ -74,9 +74,9 @@ struct kvk_group {
     uint64_t shard_bytes[KVK_SHARD_COUNT_MAX];
     uint64_t block_bytes; /* all shards */
     bool windowed;
-    struct kvk_group_tier tiers[KVK_TIER_COUNT];
+    struct kvk_group_tier tiers[KVK_MEMORY_TIER_COUNT];
     uint64_t state_counts[KVK_BLOCK_STATE_COUNT]; /* FREE is not counted */
-    uint64_t tier_blocks[KVK_TIER_COUNT];         /* whole copies */
+    uint64_t tier_blocks[KVK_MEMORY_TIER_COUNT];  /* whole copies */
 };
 
 /* ---- Spaces ---- */
@@ -311,8 +311,8 @@ struct kvk_cache_stats {
     uint64_t hashed_bytes;
     uint64_t pins, opens, seals, appends, forks, closes;
     uint64_t sealed_blocks, duplicate_blocks, wrong_reuse;
-    uint64_t evictions[KVK_TIER_COUNT]; /* copies dropped to make room */
-    uint64_t forgotten_blocks;          /* last copies dropped */
+    uint64_t evictions[KVK_MEMORY_TIER_COUNT]; /* copies dropped to make room */
+    uint64_t forgotten_blocks;                 /* last copies dropped */
     uint64_t demoted_blocks, promoted_blocks;
     uint64_t swapped_out_blocks, swapped_in_blocks, swapped_out_bytes, swapped_in_bytes;
     uint64_t copy_failures, checksum_failures;
@@ -342,7 +342,7 @@ struct kvk_cache {
     struct kvk_index *index;
     struct kvk_evict *evict;
     struct kvk_mover *mover;
-    struct kvk_tier_state tiers[KVK_TIER_COUNT];
+    struct kvk_tier_state tiers[KVK_MEMORY_TIER_COUNT];
 
     struct kvk_device *devices[2]; /* ours, to be closed; NULL: none */
     struct kvk_device *memory;     /* borrowed from them: the CPU memory that processes map

@@ -105,7 +105,7 @@ static void space_retire(struct kvk_space *space, struct kvk_invalidate_reply *r
     reply->spaces++;
     for (uint32_t g = 0; g < space->group_count; g++) {
         const struct kvk_group *group = space->groups[g];
-        for (int i = 0; i < KVK_TIER_COUNT; i++) {
+        for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
             reply->blocks[i] += group->tier_blocks[i];
         }
         reply->held_blocks +=
@@ -213,7 +213,7 @@ static bool leaf_remove(struct kvk_cache *cache, uint32_t id, struct kvk_invalid
         return true;
     }
     uint8_t mask = block->tier_mask;
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         reply->blocks[i] += (mask & (1U << i)) != 0 ? 1 : 0;
     }
     cache->stats.invalidated_blocks++;
@@ -222,7 +222,7 @@ static bool leaf_remove(struct kvk_cache *cache, uint32_t id, struct kvk_invalid
         kvk_block_unindex(cache, id);
         return true;
     }
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         if ((mask & (1U << i)) != 0) {
             kvk_block_drop_copy(cache, id, (enum kvk_tier)i, false);
         }

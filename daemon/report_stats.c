@@ -84,10 +84,10 @@ static const struct named tier_gauges[] = {
     TIER_GAUGE(largest_admissible_bytes, "largest_admissible_bytes"),
 };
 
-static const char *const tier_names[KVK_TIER_COUNT] = {"device", "host"};
+static const char *const tier_names[KVK_MEMORY_TIER_COUNT] = {"device", "host"};
 
 struct tenant_figures {
-    uint64_t bytes[KVK_TIER_COUNT];
+    uint64_t bytes[KVK_MEMORY_TIER_COUNT];
     uint64_t instances;
     uint64_t sequences;
     uint64_t leases;
@@ -96,7 +96,7 @@ struct tenant_figures {
 /* All of it, at one moment. */
 struct figures {
     struct kvk_cache_stats stats;
-    struct kvk_tier_report tiers[KVK_TIER_COUNT];
+    struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT];
     struct kvk_index_stats index;
     uint64_t state_blocks[KVK_BLOCK_STATE_COUNT];
     uint64_t evict_bytes;
@@ -132,7 +132,7 @@ static void figures_take(struct kvk_cache *cache, struct figures *figures)
         }
     }
     for (uint32_t i = 0; i < kvk_tenants_count(cache->tenants); i++) {
-        for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
+        for (int tier = 0; tier < KVK_MEMORY_TIER_COUNT; tier++) {
             figures->tenants[i].bytes[tier] =
                 cache->tiers[tier].device != NULL ? cache->tiers[tier].tenant_bytes[i] : 0;
         }
@@ -185,7 +185,7 @@ static void visit_counters(const struct visitor *visitor, const struct kvk_cache
     for (size_t i = 0; i < COUNT(counters); i++) {
         visit_plain(visitor, counters[i].name, member(stats, &counters[i]));
     }
-    for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
+    for (int tier = 0; tier < KVK_MEMORY_TIER_COUNT; tier++) {
         visit_labelled(visitor, "kvkeep_evictions_total", "tier", tier_names[tier], NULL, NULL,
                        stats->evictions[tier]);
     }
@@ -198,7 +198,7 @@ static void visit_counters(const struct visitor *visitor, const struct kvk_cache
 static void visit_tiers(const struct visitor *visitor, const struct figures *figures)
 {
     for (size_t i = 0; i < COUNT(tier_gauges); i++) {
-        for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
+        for (int tier = 0; tier < KVK_MEMORY_TIER_COUNT; tier++) {
             visit_labelled(visitor, tier_gauges[i].name, "tier", tier_names[tier], NULL, NULL,
                            member(&figures->tiers[tier], &tier_gauges[i]));
         }
@@ -244,7 +244,7 @@ static void visit_tenants(const struct visitor *visitor, const struct kvk_cache 
             continue;
         }
         rows++;
-        for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
+        for (int tier = 0; tier < KVK_MEMORY_TIER_COUNT; tier++) {
             visit_labelled(visitor, "kvkeep_tenant_used_bytes", "tenant", name, "tier",
                            tier_names[tier], tenant->bytes[tier]);
         }
@@ -262,7 +262,8 @@ void kvk_report_stats(struct kvk_cache *cache,
     const struct visitor visitor = {.visit = visit, .context = context};
     struct figures figures = {.spaces = 0};
 
-    _Static_assert(KVK_TIER_COUNT == 2, "tier_names, and the test for a tenant without bytes");
+    _Static_assert(KVK_MEMORY_TIER_COUNT == 2,
+                   "tier_names, and the test for a tenant without bytes");
     figures.tenants = calloc(kvk_tenants_count(cache->tenants), sizeof(figures.tenants[0]));
     if (figures.tenants == NULL) {
         kvk_log(KVK_LOG_WARNING, "stats_dropped", "reason=memory");

@@ -189,7 +189,7 @@ static void forget_all_copies(struct kvk_cache *cache, uint32_t id)
 {
     /* The last drop may free the block: the mask is read before. */
     uint8_t mask = kvk_index_block(cache->index, id)->tier_mask;
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         if ((mask & (1U << i)) != 0) {
             kvk_block_drop_copy(cache, id, (enum kvk_tier)i, true);
         }
@@ -304,7 +304,7 @@ static bool block_id_free(struct kvk_cache *cache)
         uint64_t now = kvk_policy_now(cache);
         uint32_t victim = KVK_BLOCK_NONE;
         double least = 0;
-        for (int i = KVK_TIER_COUNT - 1; i >= 0 && victim == KVK_BLOCK_NONE; i--) {
+        for (int i = KVK_MEMORY_TIER_COUNT - 1; i >= 0 && victim == KVK_BLOCK_NONE; i--) {
             uint32_t number = 0;
             struct kvk_group *group;
             while ((group = kvk_room_next_group(cache, (enum kvk_tier)i, &number)) != NULL) {

@@ -553,7 +553,7 @@ void kvk_room_tidy_drops(struct kvk_cache *cache)
         struct kvk_space *space = group->space;
         bool used = space->reference_count > 0;
         space->reference_count += used ? 1 : 0; /* stays while the lock is dropped */
-        for (int i = 0; i < KVK_TIER_COUNT; i++) {
+        for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
             if (!group->tiers[i].present) {
                 continue;
             }

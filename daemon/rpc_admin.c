@@ -169,14 +169,14 @@ static void fill_occupancy_row(Kvkeep__V1__OccupancyRow *row, Kvkeep__V1__BlockC
 }
 
 static enum kvk_status reply_occupancy(struct kvk_rpc_run *run,
-                                       const struct kvk_tier_report tiers[KVK_TIER_COUNT],
+                                       const struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT],
                                        const struct kvk_group_report *reports, size_t count,
                                        struct kvk_error *error)
 {
     Kvkeep__V1__GetOccupancyResponse response = KVKEEP__V1__GET_OCCUPANCY_RESPONSE__INIT;
-    Kvkeep__V1__TierUse uses[KVK_TIER_COUNT];
-    Kvkeep__V1__TierUse *use_pointers[KVK_TIER_COUNT];
-    for (unsigned i = 0; i < KVK_TIER_COUNT; i++) {
+    Kvkeep__V1__TierUse uses[KVK_MEMORY_TIER_COUNT];
+    Kvkeep__V1__TierUse *use_pointers[KVK_MEMORY_TIER_COUNT];
+    for (unsigned i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         fill_tier_use(&uses[i], (enum kvk_tier)i, &tiers[i]);
         use_pointers[i] = &uses[i];
     }
@@ -190,7 +190,7 @@ static enum kvk_status reply_occupancy(struct kvk_rpc_run *run,
     for (size_t i = 0; i < count; i++) {
         fill_occupancy_row(&rows[i], &counts[i], &reports[i]);
     }
-    response.n_tiers = KVK_TIER_COUNT;
+    response.n_tiers = KVK_MEMORY_TIER_COUNT;
     response.tiers = use_pointers;
     response.n_rows = count;
     response.rows = (Kvkeep__V1__OccupancyRow **)pointers;
@@ -201,7 +201,7 @@ KVK_RPC_HANDLER(kvk_rpc_get_occupancy)
 {
     const Kvkeep__V1__GetOccupancyRequest *asked = (const Kvkeep__V1__GetOccupancyRequest *)message;
     struct kvk_view tenant;
-    struct kvk_tier_report tiers[KVK_TIER_COUNT];
+    struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT];
     struct kvk_group_report *reports = NULL;
     uint32_t count = 0;
     enum kvk_status status = check_tenant(&asked->tenant, &tenant, error);
@@ -458,7 +458,7 @@ KVK_RPC_HANDLER(kvk_rpc_get_block)
 struct rpc_why {
     struct kvk_refusal refusals[REFUSALS_MAX]; /* [count] */
     uint32_t count;
-    struct kvk_tier_report tiers[KVK_TIER_COUNT];
+    struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT];
     char advice[ADVICE_SIZE];
 };
 
@@ -501,9 +501,9 @@ static enum kvk_status reply_why(struct kvk_rpc_run *run, const struct rpc_why *
                                  struct kvk_error *error)
 {
     Kvkeep__V1__WhyResponse response = KVKEEP__V1__WHY_RESPONSE__INIT;
-    Kvkeep__V1__TierWhy tiers[KVK_TIER_COUNT];
-    Kvkeep__V1__TierWhy *tier_pointers[KVK_TIER_COUNT];
-    for (unsigned i = 0; i < KVK_TIER_COUNT; i++) {
+    Kvkeep__V1__TierWhy tiers[KVK_MEMORY_TIER_COUNT];
+    Kvkeep__V1__TierWhy *tier_pointers[KVK_MEMORY_TIER_COUNT];
+    for (unsigned i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         fill_tier_why(&tiers[i], (enum kvk_tier)i, &why->tiers[i]);
         tier_pointers[i] = &tiers[i];
     }
@@ -520,7 +520,7 @@ static enum kvk_status reply_why(struct kvk_rpc_run *run, const struct rpc_why *
     }
     response.n_refusals = why->count;
     response.refusals = (Kvkeep__V1__Refusal **)pointers;
-    response.n_tiers = KVK_TIER_COUNT;
+    response.n_tiers = KVK_MEMORY_TIER_COUNT;
     response.tiers = tier_pointers;
     response.advice = kvk_rpc_text(why->advice);
     return kvk_rpc_reply(run, &response.base, error);

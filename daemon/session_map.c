@@ -150,8 +150,8 @@ static enum kvk_status find_slots(struct kvk_cache *cache, const struct kvk_call
                             "the space has no such rank");
     }
     struct kvk_group *found = space->groups[request->group];
-    if ((uint32_t)request->tier >= KVK_TIER_COUNT) {
-        return refuse_field(error, "tier", (uint64_t)request->tier, KVK_TIER_COUNT - 1,
+    if ((uint32_t)request->tier >= KVK_MEMORY_TIER_COUNT) {
+        return refuse_field(error, "tier", (uint64_t)request->tier, KVK_MEMORY_TIER_COUNT - 1,
                             "must be device or host");
     }
     if (!found->tiers[request->tier].present) {

@@ -273,7 +273,7 @@ static void capacity_learn(struct kvk_cache *cache, const struct kvk_space *spac
     }
     KVK_ASSERT(space_bytes > 0);
     uint64_t blocks = 0;
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         blocks += cache->tiers[i].pool.limit_bytes / space_bytes * space->group_count;
     }
     if (blocks > cache->config->blocks) {

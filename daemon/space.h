@@ -90,7 +90,7 @@ struct kvk_invalidate_request {
 };
 struct kvk_invalidate_reply {
     uint64_t spaces;
-    uint64_t blocks[KVK_TIER_COUNT];
+    uint64_t blocks[KVK_MEMORY_TIER_COUNT];
     uint64_t held_blocks;
 };
 

@@ -57,7 +57,7 @@ void kvk_space_weigh(struct kvk_space *space)
     float weight = weight_of(space);
     KVK_ASSERT(weight > 0 && isfinite(weight));
     for (uint32_t i = 0; i < space->group_count; i++) {
-        for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
+        for (int tier = 0; tier < KVK_MEMORY_TIER_COUNT; tier++) {
             struct kvk_group_tier *at = &space->groups[i]->tiers[tier];
             at->queue.weight = weight;
             at->clean.weight = weight;
@@ -69,7 +69,7 @@ void kvk_space_weigh(struct kvk_space *space)
 static enum kvk_status regions_create(struct kvk_cache *cache, struct kvk_group *group,
                                       enum kvk_tier tier, struct kvk_error *error)
 {
-    static const char *const names[KVK_TIER_COUNT] = {"kvkeep-device", "kvkeep-host"};
+    static const char *const names[KVK_MEMORY_TIER_COUNT] = {"kvkeep-device", "kvkeep-host"};
     struct kvk_group_tier *at = &group->tiers[tier];
     struct kvk_device *device = cache->tiers[tier].device;
     uint64_t slots = kvk_arena_slot_capacity(&at->arena);
@@ -114,7 +114,7 @@ static enum kvk_status check_presence(const struct kvk_cache *cache, const struc
                                       struct kvk_error *error)
 {
     uint64_t limit = 0;
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         if (group->tiers[i].present) {
             return KVK_OK;
         }
@@ -150,7 +150,7 @@ enum kvk_status kvk_group_create(struct kvk_cache *cache, struct kvk_space *spac
     space->groups[index] = group;
 
     enum kvk_status status = KVK_OK;
-    for (int i = 0; i < KVK_TIER_COUNT && status == KVK_OK; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT && status == KVK_OK; i++) {
         status = tier_create(cache, group, (enum kvk_tier)i, error);
     }
     if (status == KVK_OK) {
@@ -202,7 +202,7 @@ void kvk_group_destroy_unlocked(struct kvk_cache *cache, struct kvk_group *group
     if (group == NULL) {
         return;
     }
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         tier_destroy(cache, group, (enum kvk_tier)i);
     }
     free(group);
@@ -215,7 +215,7 @@ bool kvk_group_is_unused(const struct kvk_cache *cache, const struct kvk_group *
             return false;
         }
     }
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         if (group->tiers[i].present && group->tiers[i].arena.used_count > 0) {
             return false;
         }

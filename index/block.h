@@ -30,8 +30,10 @@ struct kvk_evict_queue;
 enum kvk_tier {
     KVK_TIER_DEVICE = 0,
     KVK_TIER_HOST = 1,
+    KVK_TIER_DISK = 2,
 };
-#define KVK_TIER_COUNT 2 /* tiers that have slots; disk and remote copies come by other means */
+#define KVK_TIER_COUNT 3
+#define KVK_MEMORY_TIER_COUNT 2 /* the first ones, whose slots have addresses */
 
 enum kvk_block_state {
     KVK_BLOCK_FREE = 0,

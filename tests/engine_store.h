@@ -124,7 +124,7 @@ static inline struct kvk_cursor store_cursor(const struct store *store)
 static inline void store_release(struct store *store, uint32_t id)
 {
     const struct kvk_block *block = store_block(store, id);
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         if (block->pin_count[i] > 0) {
             kvk_block_unpin(store->cache, id, (enum kvk_tier)i);
             break;

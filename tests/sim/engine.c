@@ -680,7 +680,7 @@ static void world_close(void)
         event_time();
     }
     kvk_cache_check(sim.cache);
-    for (uint32_t t = 0; t < KVK_TIER_COUNT; t++) {
+    for (uint32_t t = 0; t < KVK_MEMORY_TIER_COUNT; t++) {
         SIM_ASSERT(sim.cache->tiers[t].used_bytes == 0);
         SIM_ASSERT(sim.cache->tiers[t].bound_bytes == 0);
         SIM_ASSERT(sim.cache->tiers[t].growth_bytes == 0);

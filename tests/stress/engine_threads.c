@@ -364,7 +364,7 @@ static void rig_stop(struct rig *rig)
         quiet = rig->cache->passing_holds == 0 && !rig->cache->purge_wanted;
         if (quiet) {
             kvk_cache_check_locked(rig->cache);
-            for (int i = 0; i < KVK_TIER_COUNT; i++) {
+            for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
                 KVK_ASSERT(rig->cache->tiers[i].used_bytes == 0);
                 KVK_ASSERT(rig->cache->tiers[i].bound_bytes == 0);
             }

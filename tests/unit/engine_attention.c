@@ -73,7 +73,7 @@ static void scene_make(struct house *house, struct kvk_random *random, uint64_t 
 
 static void scene_ask(struct house *house, struct kvk_random *random, uint64_t session_id,
                       const struct kvk_geometry *geometry, const struct scene *scene,
-                      uint64_t tier_tokens[KVK_TIER_COUNT])
+                      uint64_t tier_tokens[KVK_MEMORY_TIER_COUNT])
 {
     static const enum kvk_format formats[] = {KVK_FORMAT_FP32, KVK_FORMAT_FP16, KVK_FORMAT_BF16};
     struct ask ask;
@@ -113,7 +113,7 @@ static void scene_ask(struct house *house, struct kvk_random *random, uint64_t s
 
 Test(engine_attention, random_against_a_plain_loop, .timeout = 240)
 {
-    uint64_t tier_tokens[KVK_TIER_COUNT] = {0, 0};
+    uint64_t tier_tokens[KVK_MEMORY_TIER_COUNT] = {0, 0};
     uint32_t mixed = 0;
 
     for (uint64_t seed = 0; seed < 60; seed++) {

@@ -92,7 +92,7 @@ Test(cases, c1_leases_that_nobody_reads)
 static void expect_tiers_add_up(struct stage *stage, uint64_t device, uint64_t host)
 {
     kvk_lock(&stage->house.cache->lock);
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         const struct kvk_tier_state *tier = &stage->house.cache->tiers[i];
         uint64_t total = (i == KVK_TIER_DEVICE ? device : host) * stage->block_bytes;
         cr_assert_leq(tier->used_bytes, total);

@@ -24,7 +24,7 @@ static float weight_of_space(struct house *house, const char *model, double flop
     const struct kvk_space *space = kvk_table_get(&house->cache->space_table, reply.space_id);
     float weight = space->groups[0]->tiers[KVK_TIER_DEVICE].queue.weight;
     for (uint32_t g = 0; g < group_count; g++) {
-        for (int t = 0; t < KVK_TIER_COUNT; t++) {
+        for (int t = 0; t < KVK_MEMORY_TIER_COUNT; t++) {
             cr_assert_eq(space->groups[g]->tiers[t].queue.weight, weight);
             cr_assert_eq(space->groups[g]->tiers[t].clean.weight, weight);
             cr_assert_eq(space->groups[g]->tiers[t].held.weight, weight);

@@ -170,7 +170,7 @@ Test(index_block, nothing_is_freed_under_a_transfer_or_pin)
         cr_assert_not(kvk_block_allows(&block, ends[i].event));
         kvk_block_step(&block, KVK_BLOCK_TRANSFER_FAIL);
         cr_assert_not(kvk_block_allows(&block, KVK_BLOCK_TRANSFER_DONE));
-        for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
+        for (int tier = 0; tier < KVK_MEMORY_TIER_COUNT; tier++) {
             block.pin_count[tier] = 1;
             cr_assert_not(kvk_block_allows(&block, ends[i].event));
             block.pin_count[tier] = 0;
