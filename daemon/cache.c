@@ -171,6 +171,9 @@ enum kvk_status kvk_cache_create(const struct kvk_cache_options *options, struct
     cache->config = options->config;
     cache->tenants = options->tenants;
     cache->clock = options->clock != NULL ? options->clock : kvk_clock_monotonic();
+    cache->catalogue = options->catalogue;
+    cache->disk = options->disk;
+    cache->keeper = options->keeper;
     cache->threads = options->threads;
     cache->maintained_ns = kvk_clock_now(cache->clock);
     kvk_random_secret(&cache->next_id, sizeof(cache->next_id));

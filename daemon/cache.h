@@ -26,6 +26,9 @@
 #include "index/index.h"
 
 struct kvk_cache;
+struct kvk_catalogue;
+struct kvk_disk;
+struct kvk_keeper;
 
 /* Who asks, and how long the answer may take. The caller's memory, for the time of the call. */
 struct kvk_caller {
@@ -45,6 +48,10 @@ struct kvk_cache_options {
      * tier's regions and attends host blocks. Either may be NULL where its tier is 0. */
     struct kvk_device *device;
     struct kvk_device *host_device;
+    /* What outlives the daemon; borrowed for the cache's life. NULL: there is none. */
+    struct kvk_catalogue *catalogue;
+    struct kvk_disk *disk;
+    struct kvk_keeper *keeper;
     bool threads; /* run mover and maintenance threads; false: the owner steps (simulation) */
 };
 

@@ -344,10 +344,13 @@ struct kvk_cache {
     struct kvk_mover *mover;
     struct kvk_tier_state tiers[KVK_MEMORY_TIER_COUNT];
 
-    struct kvk_device *devices[2]; /* ours, to be closed; NULL: none */
-    struct kvk_device *memory;     /* borrowed from them: the CPU memory that processes map
-                                      (generations, scratch) */
-    bool threads;                  /* as the options say */
+    struct kvk_device *devices[2];   /* ours, to be closed; NULL: none */
+    struct kvk_device *memory;       /* borrowed from them: the CPU memory that processes map
+                                        (generations, scratch) */
+    struct kvk_catalogue *catalogue; /* borrowed, as the next two; NULL: none */
+    struct kvk_disk *disk;
+    struct kvk_keeper *keeper;
+    bool threads; /* as the options say */
 
     struct kvk_space *spaces;
     struct kvk_table space_table; /* id -> struct kvk_space */
