@@ -7,17 +7,14 @@
 #include <errno.h>
 #include <getopt.h>
 #include <signal.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/un.h>
-#include <unistd.h>
 
 #include "base/log.h"
+#include "base/notify.h"
 #include "base/options.h"
 #include "daemon/cache.h"
 #include "daemon/config.h"
@@ -355,31 +352,6 @@ static void raise_descriptor_limit(void)
     }
 }
 
-/* systemd's protocol: one datagram to the socket that the environment names. */
-static void notify_manager(const char *state)
-{
-    const char *path = getenv("NOTIFY_SOCKET");
-    struct sockaddr_un address = {.sun_family = AF_UNIX};
-    if (path == NULL || (path[0] != '/' && path[0] != '@') ||
-        strlen(path) >= sizeof(address.sun_path)) {
-        return;
-    }
-    memcpy(address.sun_path, path, strlen(path));
-    if (address.sun_path[0] == '@') {
-        address.sun_path[0] = '\0'; /* a name outside the file system */
-    }
-    socklen_t size = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + strlen(path));
-    int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (fd < 0) {
-        return;
-    }
-    if (sendto(fd, state, strlen(state), MSG_NOSIGNAL, (const struct sockaddr *)&address, size) <
-        0) {
-        kvk_log(KVK_LOG_WARNING, "notify_failed", "errno=%d", errno);
-    }
-    (void)close(fd);
-}
-
 /* One line for whoever waits for the daemon, whatever the log's level. */
 static void say_ready(const struct house *house)
 {
@@ -397,7 +369,7 @@ static void say_ready(const struct house *house)
     } else {
         (void)fprintf(stderr, "ready socket=%s\n", config->unix_path);
     }
-    notify_manager("READY=1");
+    kvk_notify("READY=1");
 }
 
 static void wait_for_end(const sigset_t *signals)
@@ -423,7 +395,7 @@ static int serve(struct kvk_config *config, const sigset_t *signals)
     if (build(&house, &error) == KVK_OK) {
         say_ready(&house);
         wait_for_end(signals);
-        notify_manager("STOPPING=1");
+        kvk_notify("STOPPING=1");
         kvk_server_drain(house.server);
         kvk_rpc_detach(house.rpc);
     } else {
