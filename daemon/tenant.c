@@ -47,6 +47,7 @@ static void tenant_init(struct kvk_tenant *tenant, uint32_t index, const char *n
     /* Both are of KVK_NAME_SIZE and end with a NUL. */
     memcpy(tenant->name, name, strlen(name) + 1);
     tenant->index = index;
+    tenant->id = UINT64_C(1) + index;
     kvk_random_secret(secret, sizeof(secret));
     kvk_hasher_init(&tenant->hasher, secret);
     kvk_secret_wipe(secret, sizeof(secret));
@@ -181,6 +182,16 @@ const struct kvk_tenant *kvk_tenants_get(const struct kvk_tenants *tenants, uint
 {
     KVK_ASSERT(index < tenants->tenant_count);
     return &tenants->tenants[index];
+}
+
+const struct kvk_tenant *kvk_tenants_find(const struct kvk_tenants *tenants, uint64_t id)
+{
+    for (uint32_t i = 0; i < tenants->tenant_count; i++) {
+        if (tenants->tenants[i].id == id) {
+            return &tenants->tenants[i];
+        }
+    }
+    return NULL;
 }
 
 /* ---- Who is it? ---- */

@@ -21,7 +21,8 @@
 
 struct kvk_tenant {
     char name[KVK_NAME_SIZE];
-    uint32_t index;
+    uint64_t id;    /* never 0, never given twice; the catalogue's, where there is one */
+    uint32_t index; /* in tables per tenant: below KVK_TENANT_COUNT_MAX */
     struct kvk_hasher hasher;          /* keyed with the tenant's random secret */
     struct kvk_hasher hasher_constant; /* test hook: every key alike */
 };
@@ -42,6 +43,8 @@ void kvk_tenants_destroy(struct kvk_tenants *tenants);
 
 uint32_t kvk_tenants_count(const struct kvk_tenants *tenants);
 const struct kvk_tenant *kvk_tenants_get(const struct kvk_tenants *tenants, uint32_t index);
+/* NULL: none has this id. */
+const struct kvk_tenant *kvk_tenants_find(const struct kvk_tenants *tenants, uint64_t id);
 
 /*
  * Whose call is it? `token` NULL: none was sent. `local`: over the unix socket, from `uid`.
