@@ -193,6 +193,19 @@ static uint32_t fullest_slab(const struct kvk_arena *arena)
     return KVK_SLAB_NONE;
 }
 
+static void slot_mark(struct kvk_arena *arena, uint32_t number, uint32_t index)
+{
+    uint32_t word = index / WORD_BITS;
+    uint64_t *bits = slab_free_bits(arena, number) + word;
+    *bits &= ~(UINT64_C(1) << (index % WORD_BITS));
+    if (*bits == 0) {
+        slab_summary_bits(arena, number)[word / WORD_BITS] &= ~(UINT64_C(1) << (word % WORD_BITS));
+    }
+    arena->slabs[number].used_count++;
+    arena->used_count++;
+    list_update(arena, number);
+}
+
 uint32_t kvk_arena_take(struct kvk_arena *arena)
 {
     uint32_t number = fullest_slab(arena);
@@ -206,17 +219,11 @@ uint32_t kvk_arena_take(struct kvk_arena *arena)
         KVK_ASSERT(slab->hint < arena->slab_summaries);
     }
     uint32_t word = slab->hint * WORD_BITS + (uint32_t)__builtin_ctzll(summaries[slab->hint]);
-    uint64_t *bits = slab_free_bits(arena, number) + word;
-    KVK_ASSERT(*bits != 0);
-    uint32_t slot = slab->first_slot + word * WORD_BITS + (uint32_t)__builtin_ctzll(*bits);
-    *bits &= *bits - 1;
-    if (*bits == 0) {
-        summaries[slab->hint] &= ~(UINT64_C(1) << (word % WORD_BITS));
-    }
-    slab->used_count++;
-    arena->used_count++;
-    list_update(arena, number);
-    return slot;
+    uint64_t bits = slab_free_bits(arena, number)[word];
+    KVK_ASSERT(bits != 0);
+    uint32_t index = word * WORD_BITS + (uint32_t)__builtin_ctzll(bits);
+    slot_mark(arena, number, index);
+    return slab->first_slot + index;
 }
 
 void kvk_arena_give(struct kvk_arena *arena, uint32_t slot)
@@ -315,6 +322,91 @@ void kvk_arena_shrink(struct kvk_arena *arena, uint32_t number)
     arena->slot_count -= slab->slot_count;
     *slab = (struct kvk_slab){.next = arena->place_returned};
     arena->place_returned = number;
+}
+
+/* Give slots [first, end) of a slab to whoever wants them. Its list is the caller's to settle. */
+static void slots_add(struct kvk_arena *arena, uint32_t number, uint32_t end)
+{
+    struct kvk_slab *slab = &arena->slabs[number];
+    uint32_t first = slab->slot_count;
+    KVK_ASSERT(end > first);
+    KVK_ASSERT(end <= arena->slab_slots);
+    for (uint32_t i = first; i < end; i++) {
+        uint32_t word = i / WORD_BITS;
+        slab_free_bits(arena, number)[word] |= UINT64_C(1) << (i % WORD_BITS);
+        slab_summary_bits(arena, number)[word / WORD_BITS] |= UINT64_C(1) << (word % WORD_BITS);
+    }
+    if (first / WORD_BITS / WORD_BITS < slab->hint) {
+        slab->hint = first / WORD_BITS / WORD_BITS;
+    }
+    slab->slot_count = end;
+    arena->slot_count += end - first;
+    arena->pool->slab_bytes += (end - first) * arena->slot_bytes;
+}
+
+/* The free place `number` gets a slab, still without slots. */
+static void place_take_at(struct kvk_arena *arena, uint32_t number)
+{
+    if (number >= arena->place_fresh) {
+        for (uint32_t i = number; i > arena->place_fresh; i--) { /* the lowest comes first */
+            arena->slabs[i - 1].next = arena->place_returned;
+            arena->place_returned = i - 1;
+        }
+        arena->place_fresh = number + 1;
+    } else {
+        uint32_t *link = &arena->place_returned;
+        while (*link != number) {
+            KVK_ASSERT(*link != KVK_SLAB_NONE);
+            link = &arena->slabs[*link].next;
+        }
+        *link = arena->slabs[number].next;
+    }
+    arena->slabs[number] = (struct kvk_slab){.first_slot = number * arena->slab_slots};
+}
+
+enum kvk_status kvk_arena_take_at(struct kvk_arena *arena, uint32_t slot)
+{
+    if (slot >= kvk_arena_slot_capacity(arena)) {
+        return KVK_INVALID;
+    }
+    if (kvk_arena_is_used(arena, slot)) {
+        return KVK_EXISTS;
+    }
+    uint32_t number = kvk_arena_slab_of(arena, slot);
+    struct kvk_slab *slab = &arena->slabs[number];
+    uint32_t index = slot - number * arena->slab_slots;
+    if (index >= slab->slot_count) {
+        uint64_t missing = index + 1 - slab->slot_count;
+        if (missing > kvk_pool_free_bytes(arena->pool) / arena->slot_bytes) {
+            return KVK_EXHAUSTED;
+        }
+        if (slab->slot_count == 0) {
+            place_take_at(arena, number);
+            arena->slab_count++;
+        } else {
+            list_remove(arena, number);
+        }
+        slots_add(arena, number, index + 1);
+        list_add(arena, number);
+    }
+    slot_mark(arena, number, index);
+    return KVK_OK;
+}
+
+void kvk_arena_fill_out(struct kvk_arena *arena)
+{
+    for (uint32_t number = 0; number < arena->place_fresh; number++) {
+        struct kvk_slab *slab = &arena->slabs[number];
+        uint64_t fitting = kvk_pool_free_bytes(arena->pool) / arena->slot_bytes;
+        uint32_t missing = arena->slab_slots - slab->slot_count;
+        if (slab->slot_count == 0 || missing == 0 || fitting == 0) {
+            continue;
+        }
+        missing = fitting < missing ? (uint32_t)fitting : missing;
+        list_remove(arena, number);
+        slots_add(arena, number, slab->slot_count + missing);
+        list_add(arena, number);
+    }
 }
 
 uint32_t kvk_arena_empty_slab(const struct kvk_arena *arena)

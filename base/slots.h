@@ -86,6 +86,17 @@ uint32_t kvk_arena_take(struct kvk_arena *arena);
 void kvk_arena_give(struct kvk_arena *arena, uint32_t slot);
 bool kvk_arena_is_used(const struct kvk_arena *arena, uint32_t slot);
 
+/*
+ * Take this very slot, as it was taken in an arena of the same slot size before: what outlived the
+ * process is put back so. Its slab is made, or made longer, just as far as the slot needs, so that
+ * whatever was taken at one time fits again; see kvk_arena_fill_out().
+ * KVK_EXISTS: it is taken. KVK_EXHAUSTED: the budget has no room. KVK_INVALID: the arena has no
+ * such slot.
+ */
+KVK_CHECKED enum kvk_status kvk_arena_take_at(struct kvk_arena *arena, uint32_t slot);
+/* Make short slabs whole again, as far as the budget goes: once all slots are put back. */
+void kvk_arena_fill_out(struct kvk_arena *arena);
+
 /* The place in the file that grow would take now, or KVK_SLAB_NONE where there is none left: so
  * that the owner can back it before. */
 uint32_t kvk_arena_next_place(const struct kvk_arena *arena);

@@ -302,6 +302,99 @@ Test(base_slots, strays_count_against_the_pool)
     kvk_arena_finish(&arena);
 }
 
+/* ---- What outlived the process ---- */
+
+/* Slots of an arena as they were left: [0, capacity), used or not. */
+static uint32_t leave_some(struct kvk_random *random, struct kvk_arena *arena, bool *used)
+{
+    uint32_t slot;
+    while ((slot = kvk_arena_take(arena)) != KVK_SLOT_NONE ||
+           kvk_arena_grow(arena) != KVK_SLAB_NONE) {
+    }
+    uint32_t count = 0;
+    uint32_t capacity = kvk_arena_slot_capacity(arena);
+    for (uint32_t i = 0; i < capacity; i++) {
+        used[i] = kvk_arena_is_used(arena, i);
+        if (used[i] && kvk_random_below(random, 2) == 0) {
+            kvk_arena_give(arena, i);
+            used[i] = false;
+        }
+        count += used[i] ? 1 : 0;
+    }
+    return count;
+}
+
+Test(base_slots, taken_slots_are_put_back_in_any_order)
+{
+    struct kvk_random random;
+    kvk_random_init(&random, 7);
+    for (uint32_t round = 0; round < 200; round++) {
+        uint64_t slot_bytes = 1 + kvk_random_below(&random, 50);
+        struct kvk_pool pools[2];
+        struct kvk_arena before;
+        struct kvk_arena arena;
+        uint64_t limit = slot_bytes * (1 + kvk_random_below(&random, 20000));
+        kvk_pool_init(&pools[0], limit);
+        kvk_pool_init(&pools[1], limit);
+        cr_assert_eq(kvk_arena_init(&before, &pools[0], slot_bytes), KVK_OK);
+        cr_assert_eq(kvk_arena_init(&arena, &pools[1], slot_bytes), KVK_OK);
+        uint32_t capacity = kvk_arena_slot_capacity(&before);
+        bool *used = calloc(capacity, sizeof(*used));
+        uint32_t *order = calloc(capacity, sizeof(*order));
+        uint32_t count = leave_some(&random, &before, used);
+        uint32_t filled = 0;
+        for (uint32_t i = 0; i < capacity; i++) {
+            if (used[i]) {
+                uint32_t at = (uint32_t)kvk_random_below(&random, filled + 1);
+                order[filled++] = order[at];
+                order[at] = i;
+            }
+        }
+        struct kvk_arena *arenas[1] = {&arena};
+        for (uint32_t i = 0; i < count; i++) {
+            cr_assert_eq(kvk_arena_take_at(&arena, order[i]), KVK_OK);
+            cr_assert_eq(kvk_arena_take_at(&arena, order[i]), KVK_EXISTS);
+        }
+        kvk_pool_check(&pools[1], arenas, 1);
+        kvk_arena_fill_out(&arena);
+        kvk_pool_check(&pools[1], arenas, 1);
+        for (uint32_t i = 0; i < capacity; i++) {
+            cr_assert_eq(kvk_arena_is_used(&arena, i), used[i]);
+        }
+        uint32_t total = count; /* and the rest can be had as ever */
+        while (kvk_arena_take(&arena) != KVK_SLOT_NONE || kvk_arena_grow(&arena) != KVK_SLAB_NONE) {
+        }
+        kvk_pool_check(&pools[1], arenas, 1);
+        cr_assert_geq(arena.used_count, total);
+        cr_assert_lt(kvk_pool_free_bytes(&pools[1]), slot_bytes, "nothing is out of reach");
+        free(used);
+        free(order);
+        kvk_arena_finish(&before);
+        kvk_arena_finish(&arena);
+    }
+}
+
+Test(base_slots, a_slot_is_not_put_back_where_it_cannot_be)
+{
+    struct kvk_pool pool;
+    struct kvk_arena arena;
+    kvk_pool_init(&pool, 100 * 64);
+    cr_assert_eq(kvk_arena_init(&arena, &pool, 100), KVK_OK);
+    cr_assert_eq(kvk_arena_take_at(&arena, kvk_arena_slot_capacity(&arena)), KVK_INVALID);
+    cr_assert_eq(kvk_arena_take_at(&arena, UINT32_MAX), KVK_INVALID);
+    pool.charge_bytes = 100 * 62;
+    cr_assert_eq(kvk_arena_take_at(&arena, 63), KVK_OK);
+    cr_assert_eq(kvk_arena_take_at(&arena, 5), KVK_OK);
+    cr_assert_eq(kvk_arena_take_at(&arena, 6), KVK_EXHAUSTED, "the budget is never passed");
+    struct kvk_arena *arenas[1] = {&arena};
+    kvk_pool_check(&pool, arenas, 1);
+    kvk_arena_give(&arena, 63);
+    kvk_arena_shrink(&arena, kvk_arena_slab_of(&arena, 63));
+    cr_assert_eq(kvk_arena_take_at(&arena, 63), KVK_OK, "a place that was given back");
+    kvk_pool_check(&pool, arenas, 1);
+    kvk_arena_finish(&arena);
+}
+
 /* ---- Bugs of the caller abort ---- */
 
 static struct kvk_pool bug_pool;
