@@ -168,8 +168,14 @@ static enum kvk_status credential_check(const struct kvk_config *config, uint32_
     const struct kvk_credential_config *credential = &config->credentials[index];
     size_t token_size = strlen(credential->token);
 
-    if (token_size == 0 && credential->uid_count == 0) {
-        return refuse_credential(error, credential, "token", "a credential needs a token or uids");
+    if (token_size == 0 && credential->uid_count == 0 && credential->certificate[0] == '\0') {
+        return refuse_credential(error, credential, "token",
+                                 "a credential needs a token, a certificate or uids");
+    }
+    if (credential->certificate[0] != '\0' &&
+        config->tls_client_certificates == KVK_CLIENT_CERTIFICATES_NO) {
+        return refuse_credential(error, credential, "certificate",
+                                 "nobody could show it: tls.client_certificates is no");
     }
     if (token_size > 0 && token_size < KVK_TOKEN_TEXT_SIZE_MIN) {
         return refuse_credential(error, credential, "token", "must have at least 16 bytes");
@@ -189,6 +195,11 @@ static enum kvk_status credential_check(const struct kvk_config *config, uint32_
             return refuse_credential(error, credential, "token",
                                      "another credential has the same token");
         }
+        if (credential->certificate[0] != '\0' &&
+            strcmp(other->certificate, credential->certificate) == 0) {
+            return refuse_credential(error, credential, "certificate",
+                                     "another credential has the same certificate");
+        }
         if (share_uid(other, credential)) {
             return refuse_credential(error, credential, "uids",
                                      "another credential has one of these uids");
@@ -199,10 +210,12 @@ static enum kvk_status credential_check(const struct kvk_config *config, uint32_
 
 static enum kvk_status tenants_check(const struct kvk_config *config, struct kvk_error *error)
 {
-    if (config->tenant_count == 0 && config->credential_count > 0) {
+    /* With a catalogue there may be more of both than the file knows. */
+    bool alone = config->durable_folder[0] == '\0';
+    if (config->tenant_count == 0 && config->credential_count > 0 && alone) {
         return refuse(error, "tenant", "credentials are there, but no [tenant NAME]");
     }
-    if (config->tenant_count > 0 && config->credential_count == 0) {
+    if (config->tenant_count > 0 && config->credential_count == 0 && alone) {
         return refuse(error, "credential",
                       "tenants are there, but no [credential NAME]: nobody could call");
     }
@@ -215,23 +228,64 @@ static enum kvk_status tenants_check(const struct kvk_config *config, struct kvk
     return KVK_OK;
 }
 
+/* Certificates and what they need; the files themselves are read by the server. */
+static enum kvk_status tls_check(const struct kvk_config *config, struct kvk_error *error)
+{
+    bool certificate = config->tls_certificate[0] != '\0';
+    bool key = config->tls_key[0] != '\0';
+    bool asks = config->tls_client_certificates != KVK_CLIENT_CERTIFICATES_NO;
+    if (certificate != key) {
+        return refuse(error, certificate ? "tls.key" : "tls.certificate",
+                      "a certificate and its key come together");
+    }
+    if (asks && !certificate) {
+        return refuse(error, "tls.certificate",
+                      "clients can show certificates only where the daemon has one");
+    }
+    if (asks && config->tls_client_ca[0] == '\0') {
+        return refuse(error, "tls.client_ca", "says which clients' certificates are valid");
+    }
+    if (!asks && config->tls_client_ca[0] != '\0') {
+        return refuse(error, "tls.client_certificates",
+                      "a client_ca is there, but clients are not asked for certificates");
+    }
+    if (certificate && config->tcp_address[0] == '\0') {
+        return refuse(error, "server.tcp_address", "a certificate is there, but no address");
+    }
+    return KVK_OK;
+}
+
+static bool is_loopback(const char *address)
+{
+    return strncmp(address, "127.", 4) == 0 || strncmp(address, "[::1]:", 6) == 0 ||
+           strncmp(address, "localhost:", 10) == 0;
+}
+
 static enum kvk_status tcp_check(const struct kvk_config *config, struct kvk_error *error)
 {
     if (config->tcp_address[0] == '\0') {
         return KVK_OK;
     }
-    bool has_token = false;
+    bool has_proof = config->durable_folder[0] != '\0'; /* the catalogue's */
     for (uint32_t i = 0; i < config->credential_count; i++) {
-        has_token = has_token || config->credentials[i].token[0] != '\0';
+        has_proof = has_proof || config->credentials[i].token[0] != '\0' ||
+                    config->credentials[i].certificate[0] != '\0';
     }
-    if (config->credential_count == 0 && !config->tcp_insecure) {
+    if (config->credential_count == 0 && !config->tcp_insecure && !has_proof) {
         return refuse(error, "server.tcp_address",
                       "TCP without credentials lets anybody in: add [credential NAME], or say "
                       "insecure = yes");
     }
-    if (config->credential_count > 0 && !has_token) {
+    if (config->credential_count > 0 && !has_proof) {
         return refuse(error, "server.tcp_address",
-                      "no credential has a token, so that nobody could call over TCP");
+                      "no credential has a token or a certificate, so that nobody could call over "
+                      "TCP");
+    }
+    bool open_to_all = config->tcp_insecure && config->credential_count == 0;
+    if (has_proof && !open_to_all && config->tls_certificate[0] == '\0' &&
+        !config->tokens_in_clear && !is_loopback(config->tcp_address)) {
+        return refuse(error, "server.tcp_address",
+                      "tokens would travel in clear: add [tls], or say tokens_in_clear = yes");
     }
     return KVK_OK;
 }
@@ -247,7 +301,8 @@ static enum kvk_status server_check(const struct kvk_config *config, struct kvk_
     if (strcmp(config->unix_path, config->side_path) == 0) {
         return refuse(error, "server.side_path", "must differ from unix_path");
     }
-    return tcp_check(config, error);
+    enum kvk_status status = tls_check(config, error);
+    return status == KVK_OK ? tcp_check(config, error) : status;
 }
 
 enum kvk_status kvk_config_check(const struct kvk_config *config, struct kvk_error *error)

@@ -11,17 +11,24 @@
 
 #include "base/socket_path.h"
 #include "base/status.h"
+#include "hosttier/catalogue.h"
 #include "index/evict.h"
 
 #define KVK_NAME_SIZE 256 /* bytes of a tenant's, credential's or instance's name, NUL included */
 #define KVK_PATH_SIZE KVK_SOCKET_PATH_SIZE /* of a unix socket */
-#define KVK_TOKEN_TEXT_SIZE_MIN 16         /* bytes of a credential's token */
+#define KVK_FILE_PATH_SIZE 1024
+#define KVK_FOLDER_SIZE 4096       /* of a folder's path, NUL included */
+#define KVK_TOKEN_TEXT_SIZE_MIN 16 /* bytes of a credential's token */
 #define KVK_TENANT_COUNT_MAX 1024
 #define KVK_CREDENTIAL_COUNT_MAX 1024
 
 /* [tenant NAME] */
 struct kvk_tenant_config {
-    char name[KVK_NAME_SIZE];
+    char name[KVK_NAME_SIZE]; /* NFC */
+    struct kvk_tenant_quota quota;
+    uint32_t over_quota; /* 0: evict, 1: refuse; goes into quota.over_quota */
+    uint32_t mode;       /* enum kvk_tenant_mode */
+    bool may_publish;
 };
 
 /* [credential NAME]: what a caller shows, and whom it may act for. */
@@ -30,9 +37,16 @@ struct kvk_credential_config {
     char token[KVK_NAME_SIZE]; /* bearer token, at least 16 bytes; "": none */
     uint32_t uids[16];         /* on the unix socket */
     uint32_t uid_count;
-    uint32_t tenants[64];  /* indices into tenants */
-    uint32_t tenant_count; /* the first is meant where a request names none */
+    uint32_t tenants[64];            /* indices into tenants */
+    uint32_t tenant_count;           /* the first is meant where a request names none */
+    char certificate[KVK_NAME_SIZE]; /* a name in a client's certificate; "": none */
     bool admin;
+};
+
+enum kvk_client_certificates {
+    KVK_CLIENT_CERTIFICATES_NO = 0,
+    KVK_CLIENT_CERTIFICATES_REQUEST = 1,
+    KVK_CLIENT_CERTIFICATES_REQUIRE = 2,
 };
 
 struct kvk_config {
@@ -42,14 +56,23 @@ struct kvk_config {
     char side_path[KVK_PATH_SIZE]; /* "": unix_path with ".side" behind it */
     char tcp_address[256];         /* "": none */
     bool tcp_insecure;
+    bool tokens_in_clear;
     uint64_t message_bytes;
     uint32_t connections;
     uint32_t live_calls;
+    uint32_t auth_failures;   /* bucket of one address or uid; 0: no limit */
+    uint64_t auth_failure_ms; /* until it has one more */
     uint32_t bulk_threads;
     uint32_t spin_us;
     uint64_t keepalive_ms;
     uint64_t keepalive_timeout_ms;
     uint64_t drain_ms;
+
+    /* [tls]: PEM files */
+    char tls_certificate[KVK_FILE_PATH_SIZE]; /* "": TCP without TLS */
+    char tls_key[KVK_FILE_PATH_SIZE];
+    char tls_client_ca[KVK_FILE_PATH_SIZE];
+    enum kvk_client_certificates tls_client_certificates;
 
     /* [tiers] */
     uint64_t device_bytes;        /* 0: host-only */
@@ -64,6 +87,10 @@ struct kvk_config {
     enum kvk_evict_policy policy;
     bool cost_lists;      /* of rp-cost */
     uint32_t ghost_ratio; /* evicted keys remembered per block of capacity */
+
+    /* [durable] */
+    char durable_folder[KVK_FOLDER_SIZE]; /* "": nothing outlives the daemon */
+    uint64_t catalogue_bytes;
 
     /* [limits] */
     uint32_t spaces;
@@ -81,6 +108,7 @@ struct kvk_config {
     uint32_t forks;
     uint64_t scratch_bytes; /* of one mapping for operands */
     uint64_t attend_queries;
+    uint32_t journal_entries; /* of what was forgotten or left a tier; 0: none are kept */
 
     struct kvk_tenant_config *tenants; /* [tenant_count], ours */
     uint32_t tenant_count;

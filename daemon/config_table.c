@@ -1,15 +1,7 @@
 #include "daemon/config_table.h"
 
-#include <ctype.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include "base/assert.h"
-
 #define COUNT(array) (sizeof(array) / sizeof((array)[0]))
 #define AT(member) KVK_OPTION_AT(struct kvk_config, member)
-#define CREDENTIAL_AT(member) KVK_OPTION_AT(struct kvk_credential_config, member)
 
 #define KIB UINT64_C(1024)
 #define MIB (KIB * 1024)
@@ -44,7 +36,16 @@ static const struct kvk_option_field server_fields[] = {
      AT(tcp_address),
      .fallback = "",
      .help = "HOST:PORT or [HOST]:PORT to serve on as well. Empty: the unix socket only. Needs "
-             "credentials with tokens, or insecure = yes."},
+             "credentials with tokens or certificates, or insecure = yes; and TLS, a loopback "
+             "address, or tokens_in_clear = yes."},
+    {.name = "tokens_in_clear",
+     .kind = KVK_OPTION_BOOL,
+     AT(tokens_in_clear),
+     .fallback = "no",
+     .help =
+         "Take tokens over TCP without TLS at an address that is not loopback: whoever sees the "
+         "packets can act for those tenants and reads their data. For networks that are "
+         "encrypted below."},
     {.name = "insecure",
      .kind = KVK_OPTION_BOOL,
      AT(tcp_insecure),
@@ -72,6 +73,22 @@ static const struct kvk_option_field server_fields[] = {
      .minimum = 1,
      .maximum = 1 << 20,
      .help = "Calls under way at a time, streams of sessions included; more are refused at once."},
+    {.name = "auth_failures",
+     .kind = KVK_OPTION_COUNT,
+     AT(auth_failures),
+     .fallback = "20",
+     .maximum = 1000000,
+     .help = "Failed attempts to say who one is that one address (of IPv6, one /64) or uid has in "
+             "hand; after them it is refused with a time to try again. Certificates, uids and the "
+             "tokens that kvkeep makes itself are let in all the same, since they are not guessed: "
+             "nobody can lock out who holds one. 0: no limit."},
+    {.name = "auth_failure_ms",
+     .kind = KVK_OPTION_DURATION,
+     AT(auth_failure_ms),
+     .fallback = "1 s",
+     .minimum = 1,
+     .maximum = HOUR,
+     .help = "How long until it has one attempt more."},
     {.name = "bulk_threads",
      .kind = KVK_OPTION_COUNT,
      AT(bulk_threads),
@@ -106,6 +123,40 @@ static const struct kvk_option_field server_fields[] = {
      .fallback = "5 s",
      .maximum = HOUR,
      .help = "After SIGTERM: time that calls under way get to end by themselves."},
+};
+
+static const char *const client_certificates[] = {"no", "request", "require", NULL};
+_Static_assert(KVK_CLIENT_CERTIFICATES_NO == 0 && KVK_CLIENT_CERTIFICATES_REQUEST == 1 &&
+                   KVK_CLIENT_CERTIFICATES_REQUIRE == 2,
+               "the order of the words");
+
+static const struct kvk_option_field tls_fields[] = {
+    {.name = "certificate",
+     .kind = KVK_OPTION_TEXT,
+     AT(tls_certificate),
+     .fallback = "",
+     .help =
+         "The daemon's certificate and those between it and a root, a PEM file. With it, TCP is "
+         "TLS. Read again on SIGHUP: new connections get what then lies there."},
+    {.name = "key",
+     .kind = KVK_OPTION_TEXT,
+     AT(tls_key),
+     .fallback = "",
+     .help = "Its private key, a PEM file without a pass phrase."},
+    {.name = "client_ca",
+     .kind = KVK_OPTION_TEXT,
+     AT(tls_client_ca),
+     .fallback = "",
+     .help = "Roots that clients' certificates must come from, a PEM file. Whoever they certify as "
+             "a name is the credential with that name as its certificate: use a private one."},
+    {.name = "client_certificates",
+     .kind = KVK_OPTION_CHOICE,
+     AT(tls_client_certificates),
+     .fallback = "no",
+     .choices = client_certificates,
+     .help =
+         "no: clients show none. request: they may, in place of a token. require: no connection "
+         "without one. One that is shown must be valid."},
 };
 
 static const struct kvk_option_field tiers_fields[] = {
@@ -180,6 +231,26 @@ static const struct kvk_option_field cache_fields[] = {
      .fallback = "4",
      .maximum = 64,
      .help = "Evicted keys that rp-cost remembers, per block of capacity."},
+};
+
+static const struct kvk_option_field durable_fields[] = {
+    {.name = "folder",
+     .kind = KVK_OPTION_TEXT,
+     AT(durable_folder),
+     .fallback = "",
+     .help =
+         "Folder of all that outlives the daemon: the catalogue of tenants, spaces and blocks. "
+         "Made where missing, for the daemon's user alone; one daemon at a time. Empty: nothing "
+         "is kept."},
+    {.name = "catalogue_bytes",
+     .kind = KVK_OPTION_SIZE,
+     AT(catalogue_bytes),
+     .fallback = "64 GiB",
+     .minimum = MIB,
+     .maximum = 64 * TIB,
+     .help = "The most that the catalogue's file may grow to. Address space is taken for it at the "
+             "start, disk space as it grows; about 300 bytes per block on disk, and twice its "
+             "tokens' 4 bytes."},
 };
 
 static const struct kvk_option_field limits_fields[] = {
@@ -282,6 +353,13 @@ static const struct kvk_option_field limits_fields[] = {
      .maximum = 64 * GIB,
      .help = "Memory for operands of Attend that one session may have mapped, all its mappings "
              "together. It does not count in a tier's budget."},
+    {.name = "journal_entries",
+     .kind = KVK_OPTION_COUNT,
+     AT(journal_entries),
+     .fallback = "65536",
+     .maximum = 1 << 26,
+     .help = "Blocks that went, with when, why and for whom, that are remembered so that a miss "
+             "can be explained (kvkeepctl why): 76 bytes each, taken at start. 0: none."},
     {.name = "attend_queries",
      .kind = KVK_OPTION_COUNT,
      AT(attend_queries),
@@ -291,215 +369,15 @@ static const struct kvk_option_field limits_fields[] = {
      .help = "Query tokens of one Attend, all its items together."},
 };
 
-/* ---- [tenant NAME] and [credential NAME] ---- */
-
-/* Lists of names are split at commas, and control characters would make them look like others. */
-static enum kvk_status name_check(const char *name, struct kvk_error *error)
-{
-    for (const char *at = name; *at != '\0'; at++) {
-        if (iscntrl((unsigned char)*at) || *at == ',') {
-            return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "",
-                            "a name must have neither control characters nor commas");
-        }
-    }
-    return KVK_OK;
-}
-
-static enum kvk_status open_tenant(void *target, const char *label, void **record,
-                                   struct kvk_error *error)
-{
-    struct kvk_config *config = &((struct kvk_config_file *)target)->config;
-
-    enum kvk_status status = name_check(label, error);
-    if (status != KVK_OK) {
-        return status;
-    }
-    if (config->tenants == NULL) {
-        config->tenants = calloc(KVK_TENANT_COUNT_MAX, sizeof(config->tenants[0]));
-        if (config->tenants == NULL) {
-            return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory");
-        }
-    }
-    KVK_ASSERT(config->tenant_count < KVK_TENANT_COUNT_MAX);
-    struct kvk_tenant_config *tenant = &config->tenants[config->tenant_count];
-    _Static_assert(sizeof(tenant->name) == KVK_OPTION_LABEL_SIZE, "a label is a name");
-    memcpy(tenant->name, label, strlen(label) + 1);
-    config->tenant_count++;
-    *record = tenant;
-    return KVK_OK;
-}
-
-static enum kvk_status open_credential(void *target, const char *label, void **record,
-                                       struct kvk_error *error)
-{
-    struct kvk_config_file *file = target;
-
-    enum kvk_status status = name_check(label, error);
-    if (status != KVK_OK) {
-        return status;
-    }
-    if (file->credentials == NULL) {
-        file->credentials = calloc(KVK_CREDENTIAL_COUNT_MAX, sizeof(file->credentials[0]));
-        if (file->credentials == NULL) {
-            return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory");
-        }
-    }
-    KVK_ASSERT(file->credential_count < KVK_CREDENTIAL_COUNT_MAX);
-    struct kvk_credential_record *credential = &file->credentials[file->credential_count];
-    memcpy(credential->credential.name, label, strlen(label) + 1);
-    credential->file = file;
-    file->credential_count++;
-    *record = credential;
-    return KVK_OK;
-}
-
-/* Cut the next item off a comma-separated list. False: the list is at its end. */
-static bool next_item(const char **list, char *item, size_t item_size)
-{
-    const char *at = *list + strspn(*list, " \t");
-    if (*at == '\0') {
-        return false;
-    }
-    size_t length = strcspn(at, ",");
-    *list = at[length] == ',' ? at + length + 1 : at + length;
-    while (length > 0 && (at[length - 1] == ' ' || at[length - 1] == '\t')) {
-        length--;
-    }
-    (void)snprintf(item, item_size, "%.*s", (int)length, at);
-    return true;
-}
-
-static bool read_token(void *record, void *member, const char *text, char *reason,
-                       size_t reason_size)
-{
-    size_t size = strlen(text);
-    char *token = member;
-
-    (void)record;
-    if (size > 0 && (size < KVK_TOKEN_TEXT_SIZE_MIN || size >= KVK_NAME_SIZE)) {
-        (void)snprintf(reason, reason_size, "must be %d to %d bytes", KVK_TOKEN_TEXT_SIZE_MIN,
-                       KVK_NAME_SIZE - 1);
-        return false;
-    }
-    /* It travels in a header. */
-    for (size_t i = 0; i < size; i++) {
-        if (text[i] < 0x21 || text[i] > 0x7e) {
-            (void)snprintf(reason, reason_size, "must be printable ASCII without blanks");
-            return false;
-        }
-    }
-    memcpy(token, text, size + 1);
-    return true;
-}
-
-static bool read_uids(void *record, void *member, const char *text, char *reason,
-                      size_t reason_size)
-{
-    struct kvk_credential_config *credential = record;
-    char item[32];
-
-    (void)member;
-    credential->uid_count = 0;
-    while (next_item(&text, item, sizeof(item))) {
-        size_t digits = strspn(item, "0123456789");
-        unsigned long long uid = strtoull(item, NULL, 10);
-        /* (uid_t)-1 means nobody in particular. */
-        if (digits == 0 || digits > 10 || item[digits] != '\0' || uid >= UINT32_MAX) {
-            (void)snprintf(reason, reason_size, "is not a list of uids, each 0 to %u",
-                           UINT32_MAX - 1);
-            return false;
-        }
-        if (credential->uid_count == COUNT(credential->uids)) {
-            (void)snprintf(reason, reason_size, "has more than %zu uids", COUNT(credential->uids));
-            return false;
-        }
-        credential->uids[credential->uid_count] = (uint32_t)uid;
-        credential->uid_count++;
-    }
-    return true;
-}
-
-static uint32_t find_tenant(const struct kvk_config *config, const char *name)
-{
-    for (uint32_t i = 0; i < config->tenant_count; i++) {
-        if (strcmp(config->tenants[i].name, name) == 0) {
-            return i;
-        }
-    }
-    return UINT32_MAX;
-}
-
-static bool read_tenants(void *record, void *member, const char *text, char *reason,
-                         size_t reason_size)
-{
-    struct kvk_credential_record *credential_record = record;
-    struct kvk_credential_config *credential = &credential_record->credential;
-    char item[KVK_NAME_SIZE + 1];
-
-    (void)member;
-    credential->tenant_count = 0;
-    while (next_item(&text, item, sizeof(item))) {
-        uint32_t tenant = find_tenant(&credential_record->file->config, item);
-        if (tenant == UINT32_MAX) {
-            (void)snprintf(reason, reason_size, "names a tenant without a [tenant %.40s] above",
-                           item);
-            return false;
-        }
-        for (uint32_t i = 0; i < credential->tenant_count; i++) {
-            if (credential->tenants[i] == tenant) {
-                (void)snprintf(reason, reason_size, "names [tenant %.40s] twice", item);
-                return false;
-            }
-        }
-        if (credential->tenant_count == COUNT(credential->tenants)) {
-            (void)snprintf(reason, reason_size, "names more than %zu tenants",
-                           COUNT(credential->tenants));
-            return false;
-        }
-        credential->tenants[credential->tenant_count] = tenant;
-        credential->tenant_count++;
-    }
-    return true;
-}
-
-static const struct kvk_option_field credential_fields[] = {
-    {.name = "token",
-     .kind = KVK_OPTION_CUSTOM,
-     CREDENTIAL_AT(token),
-     .fallback = "",
-     .read = read_token,
-     .secret = true,
-     .range = "16 to 255 bytes of ASCII",
-     .help = "What a caller sends as authorization: Bearer TOKEN. Each credential has its own. "
-             "Keep the file readable for the daemon alone."},
-    {.name = "uids",
-     .kind = KVK_OPTION_CUSTOM,
-     CREDENTIAL_AT(uids),
-     .fallback = "",
-     .read = read_uids,
-     .range = "up to 16 numbers, commas between",
-     .help = "Users who need no token on the unix socket."},
-    {.name = "tenants",
-     .kind = KVK_OPTION_CUSTOM,
-     CREDENTIAL_AT(tenants),
-     .fallback = "",
-     .read = read_tenants,
-     .range = "up to 64 names, commas between",
-     .help = "Tenants that it may act for; the first is meant where a request names none. Their "
-             "sections come before this one."},
-    {.name = "admin",
-     .kind = KVK_OPTION_BOOL,
-     CREDENTIAL_AT(admin),
-     .fallback = "no",
-     .help = "May see all tenants' figures through the Admin service. It acts for its own tenants "
-             "only."},
-};
-
 static const struct kvk_option_section sections[] = {
     {.name = "server",
      .help = "Sockets, connections and calls.",
      .fields = server_fields,
      .field_count = COUNT(server_fields)},
+    {.name = "tls",
+     .help = "Certificates of the TCP address.",
+     .fields = tls_fields,
+     .field_count = COUNT(tls_fields)},
     {.name = "tiers",
      .help = "Memory for blocks, and what works on it.",
      .fields = tiers_fields,
@@ -508,22 +386,30 @@ static const struct kvk_option_section sections[] = {
      .help = "What is kept.",
      .fields = cache_fields,
      .field_count = COUNT(cache_fields)},
+    {.name = "durable",
+     .help = "What outlives the daemon.",
+     .fields = durable_fields,
+     .field_count = COUNT(durable_fields)},
     {.name = "limits",
      .help = "How many and how large. What is over a limit is refused with the limit's name.",
      .fields = limits_fields,
      .field_count = COUNT(limits_fields)},
     {.name = "tenant",
-     .help = "A tenant: whom data belongs to. It has no fields. Without any, there is one tenant, "
-             "default, for the daemon's own user on the unix socket.",
-     .fields = NULL,
-     .field_count = 0,
-     .open = open_tenant,
+     .help =
+         "A tenant: whom data belongs to, and what it may use. Without any, there is one tenant, "
+         "default, for the daemon's own user on the unix socket. Names are kept in Unicode "
+         "NFC. Tenants of the file are changed here alone; others can be created by kvkeepctl "
+         "tenant where there is a durable.folder.",
+     .fields = kvk_config_tenant_fields,
+     .field_count = KVK_CONFIG_TENANT_FIELD_COUNT,
+     .open = kvk_config_open_tenant,
      .count_max = KVK_TENANT_COUNT_MAX},
     {.name = "credential",
-     .help = "What a caller shows, and whom it may act for. It needs a token or uids.",
-     .fields = credential_fields,
-     .field_count = COUNT(credential_fields),
-     .open = open_credential,
+     .help =
+         "What a caller shows, and whom it may act for. It needs a token, a certificate or uids.",
+     .fields = kvk_config_credential_fields,
+     .field_count = KVK_CONFIG_CREDENTIAL_FIELD_COUNT,
+     .open = kvk_config_open_credential,
      .count_max = KVK_CREDENTIAL_COUNT_MAX},
 };
 

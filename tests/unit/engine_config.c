@@ -158,7 +158,8 @@ Test(engine_config, tenants_and_credentials)
     refused("[tenant a]\n[credential c]\ntoken = 0123456789 abcdef\ntenants = a\n", c, "ASCII");
     refused("[tenant a]\n[credential c]\ntenants = b\n", c, "[tenant b]");
     refused("[tenant a]\n[credential c]\ntenants = a, a\n", c, "twice");
-    refused("[tenant a]\n[credential c]\ntenants = a\n", "credential c.token", "token or uids");
+    refused("[tenant a]\n[credential c]\ntenants = a\n", "credential c.token",
+            "a certificate or uids");
     refused("[tenant a]\n[credential c]\nuids = 1\n", "credential c.tenants", "no tenant");
     refused("[tenant a]\n[credential c]\nuids = 4294967295\n", c, "uids");
     refused("[tenant a]\n[credential c]\nuids = 1x\n", c, "uids");
@@ -166,7 +167,7 @@ Test(engine_config, tenants_and_credentials)
             "more than 16");
     refused("[tenant a]\n[tenant a]\n", ":2: tenant a", "twice");
     refused("[tenant a,b]\n", ":1: tenant a,b", "commas");
-    refused("[tenant a\x01]\n", ":1: ", "control");
+    refused("[tenant a\x01]\n", ":1: ", "cannot be seen");
     refused("[tenant \xff]\n", ":1: ", "UTF-8");
     refused("[tenant a]\nname = b\n", ":2: tenant a.name", "no such field");
     refused("[tenant a]\n[credential c]\nuids = 1\ntenants = a\n[credential d]\nuids = 2,1\n"
@@ -177,20 +178,98 @@ Test(engine_config, tenants_and_credentials)
             "credential d.token", "another credential");
 }
 
-/* Names that look alike are different names (case A7). */
-Test(engine_config, a7_names_are_bytes)
+/* Case A7: names that look alike are one name, and a name is no path. */
+Test(engine_config, a7_names_have_one_spelling)
 {
     struct kvk_config config;
     struct kvk_error error;
 
     cr_assert_eq(load(&config,
-                      "[tenant \xc3\x85]\n[tenant \xe2\x84\xab]\n[tenant A\xcc\x8a]\n"
-                      "[tenant ../x]\n[credential c]\nuids = 1\ntenants = A\xcc\x8a\n",
+                      "[tenant A\xcc\x8a]\n[tenant ../x]\n"
+                      "[credential c]\nuids = 1\ntenants = \xe2\x84\xab\n",
                       &error),
                  KVK_OK, "%s", error.text);
-    cr_expect_eq(config.tenant_count, 4);
-    cr_expect_eq(config.credentials[0].tenants[0], 2);
+    cr_expect_eq(config.tenant_count, 2);
+    cr_expect_str_eq(config.tenants[0].name, "\xc3\x85");
+    cr_expect_str_eq(config.tenants[1].name, "../x");
+    cr_expect_eq(config.credentials[0].tenants[0], 0);
     kvk_config_finish(&config);
+    refused("[tenant \xc3\x85]\n[tenant \xe2\x84\xab]\n", ":2: tenant ", "two spellings");
+    refused("[tenant a]\n[credential \xc3\x85]\nuids = 1\ntenants = a\n[credential A\xcc\x8a]\n",
+            ":5: credential ", "two spellings");
+    refused("[tenant a\xe2\x80\x8b]\n", ":1: ", "cannot be seen");
+}
+
+Test(engine_config, quotas_of_a_tenant)
+{
+    struct kvk_config config;
+    struct kvk_error error;
+
+    cr_assert_eq(load(&config,
+                      "[tenant a]\ndevice_limit_bytes = 1 GiB\nhost_guaranteed_bytes = 2 GiB\n"
+                      "disk_limit_bytes = 3 GiB\nsequences = 4\nleases = 5\n"
+                      "requests_per_second = 6\nrequest_burst = 7\nover_quota = refuse\n"
+                      "idle_ms = 8 s\nmode = shadow\nmay_publish = yes\n[tenant b]\n"
+                      "[credential c]\nuids = 1\ntenants = a\n",
+                      &error),
+                 KVK_OK, "%s", error.text);
+    const struct kvk_tenant_config *a = &config.tenants[0];
+    cr_expect_eq(a->quota.limit_bytes[0], UINT64_C(1) << 30);
+    cr_expect_eq(a->quota.guaranteed_bytes[0], 0);
+    cr_expect_eq(a->quota.guaranteed_bytes[1], UINT64_C(2) << 30);
+    cr_expect_eq(a->quota.limit_bytes[2], UINT64_C(3) << 30);
+    cr_expect_eq(a->quota.sequences, 4);
+    cr_expect_eq(a->quota.leases, 5);
+    cr_expect_eq(a->quota.requests_per_second, 6);
+    cr_expect_eq(a->quota.request_burst, 7);
+    cr_expect_eq(a->over_quota, 1);
+    cr_expect_eq(a->quota.idle_ms, 8000);
+    cr_expect_eq(a->mode, KVK_TENANT_SHADOW);
+    cr_expect(a->may_publish);
+    cr_expect_eq(config.tenants[1].mode, KVK_TENANT_ON);
+    cr_expect_eq(config.tenants[1].quota.limit_bytes[0], 0);
+    kvk_config_finish(&config);
+    refused("[tenant a]\nmode = dark\n", ":2: tenant a.mode", "on, shadow or off");
+}
+
+#define TCP "[server]\ntcp_address = 10.0.0.1:1\n"
+#define ONE "[tenant a]\n[credential c]\ntoken = 0123456789abcdef\ntenants = a\n"
+
+/* Tokens do not travel in clear unless somebody said so, and certificates come whole. */
+Test(engine_config, tls)
+{
+    struct kvk_config config;
+    struct kvk_error error;
+
+    refused(TCP ONE, "server.tcp_address", "tokens_in_clear");
+    refused(TCP "[tls]\ncertificate = /c\n" ONE, "tls.key", "together");
+    refused(TCP "[tls]\nkey = /k\n" ONE, "tls.certificate", "together");
+    refused(TCP "[tls]\nclient_certificates = require\n" ONE, "tls.certificate", "daemon has one");
+    refused(TCP "[tls]\ncertificate = /c\nkey = /k\nclient_certificates = request\n" ONE,
+            "tls.client_ca", "valid");
+    refused(TCP "[tls]\ncertificate = /c\nkey = /k\nclient_ca = /a\n" ONE,
+            "tls.client_certificates", "not asked");
+    refused("[tls]\ncertificate = /c\nkey = /k\n" ONE, "server.tcp_address", "no address");
+    refused(ONE "[credential d]\ncertificate = engine\ntenants = a\n", "credential d.certificate",
+            "client_certificates is no");
+    const char *fine[] = {
+        TCP "tokens_in_clear = yes\n" ONE,
+        "[server]\ntcp_address = 127.0.0.1:1\n" ONE,
+        "[server]\ntcp_address = [::1]:1\n" ONE,
+        TCP "[tls]\ncertificate = /c\nkey = /k\n" ONE,
+        TCP "[tls]\ncertificate = /c\nkey = /k\nclient_ca = /a\nclient_certificates = require\n"
+            "[tenant a]\n[credential d]\ncertificate = engine\ntenants = a\n",
+        TCP "[tls]\ncertificate = /c\nkey = /k\n[durable]\nfolder = /d\n",
+        "[durable]\nfolder = /d\n[credential c]\nuids = 1\nadmin = yes\n",
+    };
+    for (size_t i = 0; i < sizeof(fine) / sizeof(fine[0]); i++) {
+        cr_expect_eq(load(&config, fine[i], &error), KVK_OK, "%zu: %s", i, error.text);
+        kvk_config_finish(&config);
+    }
+    refused(TCP "[tls]\ncertificate = /c\nkey = /k\nclient_ca = /a\nclient_certificates = require\n"
+                "[tenant a]\n[credential c]\ncertificate = e\ntenants = a\n"
+                "[credential d]\ncertificate = e\ntenants = a\n",
+            "credential d.certificate", "same certificate");
 }
 
 Test(engine_config, a_secret_is_not_shown)
