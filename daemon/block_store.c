@@ -410,11 +410,23 @@ static void slot_remove(struct kvk_cache *cache, struct kvk_group *group, uint32
     }
 }
 
+/* Why a block goes by itself, where nobody said. */
+static enum kvk_gone_reason own_reason(const struct kvk_cache *cache, uint32_t id,
+                                       const struct kvk_block *block)
+{
+    if (!is_current(cache, id, block)) {
+        return KVK_GONE_INVALIDATED;
+    }
+    return block->tier_mask == 0 ? KVK_GONE_DAMAGED : KVK_GONE_NONE;
+}
+
 /* Every copy of a block that nobody holds goes. Its place in the index stays while it is needed. */
-static void block_forget(struct kvk_cache *cache, struct kvk_group *group, uint32_t id)
+static void block_forget(struct kvk_cache *cache, struct kvk_group *group, uint32_t id,
+                         enum kvk_gone_reason reason)
 {
     struct kvk_block *block = kvk_index_block(cache->index, id);
     KVK_ASSERT(block->state == KVK_BLOCK_EVICTABLE);
+    kvk_gone_note(cache, id, kvk_block_tier(block), 0, reason);
     queue_leave(block, id);
     for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         slot_remove(cache, group, id, (enum kvk_tier)i);
@@ -455,7 +467,7 @@ void kvk_block_settle(struct kvk_cache *cache, uint32_t id)
     damage_clear(cache, group, id, block);
     if (block->state == KVK_BLOCK_EVICTABLE && is_at_rest(block)) {
         if (block->tier_mask == 0 || !is_current(cache, id, block)) {
-            block_forget(cache, group, id);
+            block_forget(cache, group, id, own_reason(cache, id, block));
             return;
         }
         if (has_copy(block, KVK_TIER_DEVICE) && has_copy(block, KVK_TIER_HOST) &&
@@ -579,6 +591,7 @@ void kvk_block_unindex(struct kvk_cache *cache, uint32_t id)
     KVK_ASSERT(kvk_lock_held(&cache->lock));
     struct kvk_block *block = kvk_index_block(cache->index, id);
     KVK_ASSERT(block->hold_count > 0);
+    kvk_gone_note(cache, id, kvk_block_tier(block), 0, KVK_GONE_INVALIDATED);
     queue_leave(block, id);
     uint32_t parent = kvk_index_remove(cache->index, id);
     parent_lost_child(cache, kvk_group_of(cache, block), parent);
@@ -655,8 +668,12 @@ void kvk_block_drop_copy(struct kvk_cache *cache, uint32_t id, enum kvk_tier tie
         if (evicted) {
             kvk_evict_forget(cache->evict, block);
         }
-        block_forget(cache, group, id);
+        block_forget(cache, group, id, evicted ? KVK_GONE_EVICTED : KVK_GONE_NONE);
         return;
+    }
+    if (evicted) {
+        kvk_gone_note(cache, id, tier, (uint8_t)(block->tier_mask & ~(1U << tier)),
+                      KVK_GONE_EVICTED);
     }
     queue_leave(block, id);
     copy_remove(cache, group, id, tier);

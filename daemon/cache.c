@@ -77,6 +77,9 @@ static enum kvk_status index_make(struct kvk_cache *cache, struct kvk_error *err
     if (kvk_evict_create(cache->index, &evict_options, &cache->evict) != KVK_OK) {
         return fail_memory(error);
     }
+    if (kvk_journal_init(&cache->journal, config->journal_entries) != KVK_OK) {
+        return fail_memory(error);
+    }
     cache->group_capacity = config->spaces * KVK_GROUP_COUNT_MAX;
     cache->groups = calloc(cache->group_capacity, sizeof(struct kvk_group *));
     cache->path_capacity = config->tokens;
@@ -239,6 +242,7 @@ static void blocks_forget(struct kvk_cache *cache)
 
 static void memory_free(struct kvk_cache *cache)
 {
+    kvk_journal_finish(&cache->journal);
     kvk_evict_destroy(cache->evict);
     kvk_index_destroy(cache->index);
     kvk_table_finish(&cache->space_table);

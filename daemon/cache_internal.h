@@ -26,8 +26,10 @@
 #include "base/table.h"
 #include "daemon/attention.h"
 #include "daemon/cache.h"
+#include "daemon/journal.h"
 #include "daemon/lookup.h"
 #include "daemon/mover.h"
+#include "daemon/quota.h"
 #include "daemon/report.h"
 #include "daemon/sequence.h"
 #include "daemon/session.h"
@@ -58,6 +60,7 @@ struct kvk_group_tier {
                                     waits for memory with the lock held. Ours */
     uint32_t loose_count;        /* slots taken for copies that have not landed yet */
     uint32_t own_evictions_left; /* before it is asked again which group gives room */
+    bool own_evictions_due;      /* it was asked on behalf of a tenant within its guarantee */
     uint32_t leave_count;        /* slabs that left: whoever backs a place sees what came between */
     uint32_t backing_count;      /* places that are being backed without the lock, now */
     uint64_t used_bytes;         /* = arena.used_count x block_bytes */
@@ -97,9 +100,11 @@ struct kvk_space {
     uint32_t lookup_min_tokens;
     uint32_t reference_count; /* sequences, leases, mappings: a space in use is not reclaimed */
     bool constant_hash;       /* test hook, at its opening */
+    uint64_t idle_ms;         /* after so long unused its blocks go; 0: as the tenant's quota says */
     /* counters */
     uint64_t queries, query_tokens, hit_tokens;
-    struct kvk_space *next; /* all spaces */
+    struct kvk_space *next;        /* all spaces */
+    struct kvk_space *tenant_next; /* those of its tenant */
 };
 
 /* ---- Sequences ---- */
@@ -287,7 +292,36 @@ struct kvk_tier_state {
                                   sequences: kvk_room_reserve() only checks it */
     uint64_t stray_bytes;      /* faulted in by workers outside slabs; part of pool.charge_bytes */
     uint64_t punch_bytes;      /* of slabs that left and are not punched; also part of it */
-    uint64_t *tenant_bytes;    /* [tenant] of used_bytes; ours */
+    uint64_t *tenant_bytes;    /* [KVK_TENANT_COUNT_MAX] of used_bytes; ours */
+    uint64_t guaranteed_bytes; /* the sum of all tenants' guarantees */
+    uint64_t guarded_bytes;    /* of every tenant what is bound or kept for growth, or its guarantee
+                                  where that is more: what nobody else can have. The sum */
+};
+
+/* What the engine knows of a tenant beside tenant.h: quota.c, usage.c. */
+struct kvk_tenant_state {
+    const struct kvk_tenant *tenant; /* NULL: nobody has this place */
+    struct kvk_tenant_quota quota;
+    uint64_t bound_bytes[KVK_TIER_COUNT];  /* its part of tiers[].bound_bytes */
+    uint64_t growth_bytes[KVK_TIER_COUNT]; /* and of growth_bytes */
+    uint32_t sequences;                    /* open */
+    uint32_t leases;
+    struct kvk_space *spaces; /* its own, by space.tenant_next */
+    uint32_t group_count;     /* of them */
+    struct kvk_group *limit_group[KVK_TIER_COUNT]; /* whose victims go for its own limit; NULL: all
+                                                      of its groups are to be asked */
+    uint32_t limit_evictions_left[KVK_TIER_COUNT]; /* before they are asked again */
+    bool forgetting;                               /* no session begins any more */
+    /* The rate, read and written without the lock: when the bucket is full again, on the clock. */
+    _Atomic uint64_t rate_full_ns;
+    _Atomic uint64_t rate_interval_ns; /* between requests; 0: no limit */
+    _Atomic uint64_t rate_burst_ns;    /* intervals that may be taken at once */
+    _Atomic uint64_t rate_requests;
+    _Atomic uint64_t rate_refusals;
+    struct kvk_tenant_usage usage;
+    uint64_t usage_ns[KVK_TIER_COUNT];   /* when byte_seconds was brought up to date */
+    uint64_t usage_rest[KVK_TIER_COUNT]; /* byte x ns of it, less than a byte-second */
+    bool usage_changed;                  /* since it was written to the catalogue */
 };
 
 /* kvk_block.flags. The low bits are what kvk_block_settle() has counted the block as. */
@@ -343,6 +377,10 @@ struct kvk_cache {
     struct kvk_evict *evict;
     struct kvk_mover *mover;
     struct kvk_tier_state tiers[KVK_MEMORY_TIER_COUNT];
+    struct kvk_tenant_state *tenant_states; /* [KVK_TENANT_COUNT_MAX] by tenant.index, ours */
+    bool trim_wanted;        /* a tenant may be above its limit: a quota was changed */
+    uint32_t idle_next;      /* group whose idle blocks are looked for next */
+    uint64_t usage_saved_ns; /* when the counters were last written to the catalogue */
 
     struct kvk_device *devices[2];   /* ours, to be closed; NULL: none */
     struct kvk_device *memory;       /* borrowed from them: the CPU memory that processes map
@@ -385,6 +423,11 @@ struct kvk_cache {
     uint32_t moves_under_way; /* blocks that are being copied between tiers, now */
     struct kvk_refusal refusals[KVK_REFUSAL_COUNT]; /* ring */
     uint64_t refusal_count;
+    struct kvk_journal journal; /* blocks that went */
+    struct kvk_gone_cause {
+        enum kvk_gone_reason reason;   /* KVK_GONE_NONE: what the block's state says */
+        const struct kvk_space *space; /* who gets the room; NULL: nobody in particular */
+    } gone_cause; /* why blocks go just now: see kvk_gone_begin() */
     bool constant_hash; /* test hook */
     bool draining;
     struct kvk_cache_stats stats;
@@ -422,6 +465,12 @@ void kvk_space_roots_find(const struct kvk_cache *cache, const struct kvk_space 
                           uint32_t roots[KVK_GROUP_COUNT_MAX]);
 void kvk_space_roots_release(struct kvk_cache *cache, struct kvk_space *space,
                              const uint32_t roots[KVK_GROUP_COUNT_MAX]);
+/* The key of a group's root, whether it is there or not; `back` generations ago. KVK_EXHAUSTED: no
+ * memory (with `back` 0: never). */
+KVK_CHECKED enum kvk_status kvk_space_root_key(const struct kvk_space *space, uint32_t group,
+                                               const uint8_t *salt, size_t salt_size, uint64_t back,
+                                               struct kvk_key *key);
+const struct kvk_hasher *kvk_space_hasher(const struct kvk_space *space);
 /* Not invalidated since it was opened. */
 bool kvk_root_is_current(const struct kvk_cache *cache, uint32_t root);
 /* Relative cost of block `position` of the space. */
@@ -447,6 +496,18 @@ void kvk_block_unpin(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier
  * (a read, an attention, a copy). Counted in cache.passing_holds. */
 void kvk_block_borrow(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier);
 void kvk_block_return(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier);
+
+/* Blocks that are dropped until kvk_gone_end() go for this reason, to make room for `space` (NULL:
+ * for nobody in particular); the journal says so. The lock is not dropped in between. Not nested. */
+void kvk_gone_begin(struct kvk_cache *cache, enum kvk_gone_reason reason,
+                    const struct kvk_space *space);
+void kvk_gone_end(struct kvk_cache *cache);
+/* Into the journal: a copy of the (indexed) block leaves `tier`, `left` are the tiers that still
+ * have one. Called by block_store.c, before anything of the block changes. */
+void kvk_gone_note(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier, uint8_t left,
+                   enum kvk_gone_reason otherwise);
+/* A block of this key would have come, but its writer went. */
+void kvk_gone_note_aborted(struct kvk_cache *cache, const struct kvk_sequence *sequence);
 
 /* Take a held block without children and anchors out of the index: no look-up finds it any more,
  * and its last release frees it. */
@@ -507,7 +568,7 @@ void kvk_slot_give(struct kvk_cache *cache, struct kvk_group *group, enum kvk_ti
 /* May the last copy go without leaving a child with bytes behind? */
 static inline bool kvk_block_is_leaf(const struct kvk_group *group, const struct kvk_block *block)
 {
-    return group->windowed || block->byte_children == 0;
+    return group->windowed || block->memory_children == 0;
 }
 
 /* The next part of a table answer, its arrays carved from tables.memory. */
@@ -582,6 +643,78 @@ KVK_CHECKED enum kvk_status kvk_room_refuse(struct kvk_cache *cache, enum kvk_ti
 void kvk_refusal_note(struct kvk_cache *cache, const struct kvk_caller *caller,
                       const struct kvk_tenant *tenant, uint64_t sequence_id, uint64_t needed_bytes,
                       const struct kvk_error *error);
+
+/* ================= quota.c ================= */
+
+/* The tables of all tenants that are there; for kvk_cache_create(). */
+KVK_CHECKED enum kvk_status kvk_tenant_states_create(struct kvk_cache *cache,
+                                                     struct kvk_error *error);
+struct kvk_tenant_state *kvk_tenant_state_of(const struct kvk_cache *cache,
+                                             const struct kvk_tenant *tenant);
+/* A space comes to its tenant's list, or leaves it. */
+void kvk_quota_space_link(struct kvk_cache *cache, struct kvk_space *space);
+void kvk_quota_space_unlink(struct kvk_cache *cache, struct kvk_space *space);
+
+/* So many bytes more, or less, are bound (or kept for growth): in the tier's sum, in its tenant's
+ * and in what is guarded. */
+void kvk_quota_bound_change(struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                            enum kvk_tier tier, uint64_t bytes, bool add);
+void kvk_quota_growth_change(struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                             enum kvk_tier tier, uint64_t before_bytes, uint64_t after_bytes);
+
+/* Would `bytes` more of slots pass the tenant's limit of the tier? */
+bool kvk_quota_is_full(const struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                       enum kvk_tier tier, uint64_t bytes);
+/* Bytes of slots that it may still have; UINT64_MAX: no limit. */
+uint64_t kvk_quota_left(const struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                        enum kvk_tier tier);
+/* Bytes that it has above its guarantee: what others may take. */
+uint64_t kvk_quota_spare(const struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                         enum kvk_tier tier);
+/* With `bytes` more it would still be within its guarantee. */
+bool kvk_quota_is_due(const struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                      enum kvk_tier tier, uint64_t bytes);
+
+enum kvk_quota_verdict {
+    KVK_QUOTA_OK = 0,
+    KVK_QUOTA_LIMIT,      /* over its own limit */
+    KVK_QUOTA_GUARANTEED, /* what others are guaranteed would not be left for them */
+};
+/* May the tenant have `needed` bytes of slots and keep `growth` more, of which `own_growth` were
+ * kept before? */
+enum kvk_quota_verdict kvk_quota_admits(const struct kvk_cache *cache,
+                                        const struct kvk_tenant *tenant, enum kvk_tier tier,
+                                        uint64_t needed_bytes, uint64_t growth_bytes,
+                                        uint64_t own_growth_bytes);
+/* The refusal of a verdict, with its numbers and the time to try again. */
+enum kvk_status kvk_quota_fail(const struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                               enum kvk_tier tier, uint64_t needed_bytes,
+                               enum kvk_quota_verdict verdict, struct kvk_error *error);
+
+/* What was bound for the tenant, before blocks that nobody held are held for it. */
+struct kvk_quota_mark {
+    uint64_t bound_bytes[KVK_TIER_COUNT];
+};
+void kvk_quota_mark(const struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                    struct kvk_quota_mark *mark);
+/* Have the holds taken since left less than others are guaranteed? KVK_EXHAUSTED: give them back. */
+KVK_CHECKED enum kvk_status kvk_quota_check_holds(const struct kvk_cache *cache,
+                                                  const struct kvk_tenant *tenant,
+                                                  const struct kvk_quota_mark *mark,
+                                                  struct kvk_error *error);
+
+/* One more sequence (lease) of the tenant: KVK_EXHAUSTED over its limit. */
+KVK_CHECKED enum kvk_status kvk_quota_check_count(const struct kvk_tenant_state *state,
+                                                  bool sequences, struct kvk_error *error);
+/* A bounded part of what a lowered limit and idle times leave to do. Drops the lock. */
+void kvk_quota_maintain_drops(struct kvk_cache *cache);
+/* ================= usage.c ================= */
+
+/* The tenant's bytes in the tier are about to change. */
+void kvk_usage_advance(struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                       enum kvk_tier tier);
+/* Now and then: counters to the catalogue. Drops the lock. */
+void kvk_usage_maintain_drops(struct kvk_cache *cache);
 
 /* ================= transfer between tiers: tiering.c ================= */
 

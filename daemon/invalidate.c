@@ -222,11 +222,13 @@ static bool leaf_remove(struct kvk_cache *cache, uint32_t id, struct kvk_invalid
         kvk_block_unindex(cache, id);
         return true;
     }
+    kvk_gone_begin(cache, KVK_GONE_INVALIDATED, NULL);
     for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         if ((mask & (1U << i)) != 0) {
             kvk_block_drop_copy(cache, id, (enum kvk_tier)i, false);
         }
     }
+    kvk_gone_end(cache);
     return true;
 }
 

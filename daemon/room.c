@@ -161,7 +161,9 @@ bool kvk_room_apply(struct kvk_cache *cache, struct kvk_group *group, enum kvk_t
     case KVK_ROOM_EVICT:
         at->own_evictions_left =
             (at->own_evictions_left == 0 ? at->arena.slab_slots : at->own_evictions_left) - 1;
+        kvk_gone_begin(cache, KVK_GONE_EVICTED, group->space);
         kvk_block_drop_copy(cache, choice->victim, choice->victim_tier, true);
+        kvk_gone_end(cache);
         return true;
     case KVK_ROOM_BACK:
     case KVK_ROOM_HAND_OVER:
@@ -200,9 +202,9 @@ void kvk_room_forget_tree(struct kvk_cache *cache, uint32_t top)
 {
     const struct kvk_block *block = kvk_index_block(cache->index, top);
     bool windowed = kvk_group_of(cache, block)->windowed;
-    while (!windowed && block->byte_children > 0) {
+    while (!windowed && block->memory_children > 0) {
         uint32_t leaf = top;
-        while (kvk_index_block(cache->index, leaf)->byte_children > 0) {
+        while (kvk_index_block(cache->index, leaf)->memory_children > 0) {
             leaf = child_with_bytes(cache, leaf);
         }
         forget_all_copies(cache, leaf);
@@ -321,7 +323,9 @@ static bool block_id_free(struct kvk_cache *cache)
         if (victim == KVK_BLOCK_NONE) {
             return false;
         }
+        kvk_gone_begin(cache, KVK_GONE_LIMIT, NULL);
         forget_all_copies(cache, victim);
+        kvk_gone_end(cache);
     }
     return kvk_index_block_count(cache->index) < cache->config->blocks;
 }

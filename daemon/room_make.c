@@ -307,7 +307,9 @@ static enum kvk_status vacate_drops(struct kvk_cache *cache, struct kvk_group *g
     } else if (choice->step == KVK_ROOM_COMPACT) {
         status = kvk_room_compact_drops(cache, giver, tier, choice->slab, error);
     } else {
+        kvk_gone_begin(cache, KVK_GONE_EVICTED, group->space);
         slab_forget(cache, giver, tier, choice->slab);
+        kvk_gone_end(cache);
     }
     const struct kvk_slab *slab = &giver->tiers[tier].arena.slabs[choice->slab];
     if (status == KVK_OK && slab->slot_count > 0 && slab->used_count == 0) {

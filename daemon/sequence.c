@@ -314,6 +314,7 @@ void kvk_sequence_end(struct kvk_cache *cache, struct kvk_sequence *sequence,
 {
     KVK_ASSERT(!sequence->busy);
     const struct kvk_space *space = sequence->space;
+    kvk_gone_note_aborted(cache, sequence);
     for (uint32_t g = 0; g < space->group_count; g++) {
         struct kvk_sequence_group *table = &sequence->groups[g];
         /* Deepest first: an anchor or a child no longer keeps what lies before it. */

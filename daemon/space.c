@@ -418,6 +418,34 @@ static struct kvk_root_options root_options(const struct kvk_space *space, uint3
     };
 }
 
+const struct kvk_hasher *kvk_space_hasher(const struct kvk_space *space)
+{
+    return space->constant_hash ? &space->tenant->hasher_constant : &space->tenant->hasher;
+}
+
+enum kvk_status kvk_space_root_key(const struct kvk_space *space, uint32_t group,
+                                   const uint8_t *salt, size_t salt_size, uint64_t back,
+                                   struct kvk_key *key)
+{
+    struct kvk_root_options options = root_options(space, group, salt, salt_size);
+    if (back == 0) {
+        *key = kvk_index_root_key(&options);
+        return KVK_OK;
+    }
+    KVK_ASSERT(back <= space->generation);
+    struct kvk_space before = *space;
+    before.identity = malloc(options.identity_size);
+    if (before.identity == NULL) {
+        return KVK_EXHAUSTED;
+    }
+    memcpy(before.identity, space->identity, options.identity_size);
+    kvk_space_set_generation(&before, space->generation - back);
+    options.identity = before.identity;
+    *key = kvk_index_root_key(&options);
+    free(before.identity);
+    return KVK_OK;
+}
+
 void kvk_space_roots_find(const struct kvk_cache *cache, const struct kvk_space *space,
                           const uint8_t *salt, size_t salt_size,
                           uint32_t roots[KVK_GROUP_COUNT_MAX])

@@ -65,6 +65,24 @@ static struct kvk_key key_of(const struct kvk_index *index, uint32_t root, uint3
                                    : kvk_block_at(index, block)->key;
 }
 
+bool kvk_index_key_step(const struct kvk_index *index, const struct kvk_hasher *hasher,
+                        uint32_t block_tokens, const struct kvk_content *content, uint64_t block,
+                        struct kvk_key *key)
+{
+    KVK_ASSERT(content->first == 0);
+    KVK_ASSERT((block + 1) * block_tokens <= content->token_count);
+    size_t extra_size = 0;
+    if (content->span_count > 0) {
+        if (index->scratch_size < kvk_content_size_max(block_tokens)) {
+            return false;
+        }
+        extra_size = kvk_content_bytes(content, block * block_tokens, block_tokens, index->scratch);
+    }
+    *key = kvk_key_block(hasher, *key, content->tokens + block * block_tokens, block_tokens,
+                         index->scratch, extra_size);
+    return true;
+}
+
 /* ---- Finding ---- */
 
 /* One walk over `content`: where it is in it, and in the chain. */
@@ -272,7 +290,8 @@ static void child_added(struct kvk_index *index, struct kvk_root *root,
     }
     struct kvk_block *parent = kvk_block_at(index, child->parent);
     parent->child_count++;
-    parent->byte_children += child->tier_mask != 0;
+    parent->memory_children += kvk_mask_has_memory(child->tier_mask);
+    parent->disk_children += kvk_mask_has_disk(child->tier_mask);
     parent->device_children += kvk_mask_has_device(child->tier_mask);
 }
 
@@ -288,7 +307,8 @@ static void child_removed(struct kvk_index *index, struct kvk_root *root,
     }
     struct kvk_block *parent = kvk_block_at(index, child->parent);
     parent->child_count--;
-    parent->byte_children -= child->tier_mask != 0;
+    parent->memory_children -= kvk_mask_has_memory(child->tier_mask);
+    parent->disk_children -= kvk_mask_has_disk(child->tier_mask);
     parent->device_children -= kvk_mask_has_device(child->tier_mask);
 }
 
@@ -342,7 +362,8 @@ enum kvk_status kvk_index_insert(struct kvk_index *index, struct kvk_cursor *cur
     added->run = run_id;
     added->run_offset = run->count;
     added->child_count = 0;
-    added->byte_children = 0;
+    added->memory_children = 0;
+    added->disk_children = 0;
     added->device_children = 0;
     added->position = (uint32_t)cursor->blocks;
     kvk_run_append(index, run, block, tokens, extra, added->tier_mask);

@@ -81,10 +81,10 @@ struct kvk_block *kvk_index_block(const struct kvk_index *index, uint32_t block)
 uint32_t kvk_index_block_count(const struct kvk_index *index);
 uint32_t kvk_index_root_of(const struct kvk_index *index, uint32_t block); /* of an indexed one */
 
-/* Set where whole copies lie, in the block and in its run; keeps the parent's byte_children and
- * device_children. Returns the parent where one of these counts became 0 or left 0 by this (it may
- * now be a leaf, or no longer be one), or KVK_BLOCK_NONE. A block that is not indexed has no
- * parent: only its own mask is set. */
+/* Set where whole copies lie, in the block and in its run; keeps the parent's memory_children,
+ * device_children and disk_children. Returns the parent where one of these counts became 0 or left
+ * 0 by this (it may now be a leaf, or no longer be one), or KVK_BLOCK_NONE. A block that is not
+ * indexed has no parent: only its own mask is set. */
 uint32_t kvk_index_set_tiers(struct kvk_index *index, uint32_t block, uint8_t tier_mask);
 
 /* ---- Finding ---- */
@@ -111,6 +111,24 @@ struct kvk_match {
  */
 void kvk_index_match(const struct kvk_index *index, const struct kvk_content *content,
                      struct kvk_match *match);
+
+/* One step along the keys of a prompt, whether its blocks are known or not: from the key of what
+ * lies before block `block` of `content` (whose first token is the prompt's) to that of the block.
+ * Hashes one block. False: no memory yet for the content spans of blocks of this size, for no root
+ * has such blocks. */
+bool kvk_index_key_step(const struct kvk_index *index, const struct kvk_hasher *hasher,
+                        uint32_t block_tokens, const struct kvk_content *content, uint64_t block,
+                        struct kvk_key *key);
+
+/* The key of a root that need not be there. */
+struct kvk_key kvk_index_root_key(const struct kvk_root_options *options);
+
+/* Call `visit` for the roots of a range of ids, in no order; it changes nothing in the index. False
+ * from it ends the walk. Returns the id to go on from, KVK_ROOT_NONE at the end. */
+uint32_t kvk_index_roots_visit(const struct kvk_index *index, uint32_t first, uint32_t count,
+                               bool (*visit)(void *context, uint32_t root, const uint8_t *salt,
+                                             size_t salt_size),
+                               void *context);
 
 /* ---- Changing ---- */
 

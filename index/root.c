@@ -132,6 +132,11 @@ static uint32_t find(const struct kvk_index *index, const struct kvk_root_option
     return id;
 }
 
+struct kvk_key kvk_index_root_key(const struct kvk_root_options *options)
+{
+    return key_of(options);
+}
+
 uint32_t kvk_index_root_find(const struct kvk_index *index, const struct kvk_root_options *options)
 {
     return find(index, options, key_of(options));
@@ -148,6 +153,22 @@ enum kvk_status kvk_index_root_open(struct kvk_index *index, const struct kvk_ro
     kvk_index_root_hold(index, id);
     *root = id;
     return KVK_OK;
+}
+
+uint32_t kvk_index_roots_visit(const struct kvk_index *index, uint32_t first, uint32_t count,
+                               bool (*visit)(void *context, uint32_t root, const uint8_t *salt,
+                                             size_t salt_size),
+                               void *context)
+{
+    uint32_t id = first;
+    for (; id < index->root_high && count > 0; id++, count--) {
+        const struct kvk_root *root = kvk_root_at(index, id);
+        if (root->hasher != NULL &&
+            !visit(context, id, root->identity + root->identity_size, root->salt_size)) {
+            return KVK_ROOT_NONE;
+        }
+    }
+    return id < index->root_high ? id : KVK_ROOT_NONE;
 }
 
 static struct kvk_root *root_checked(const struct kvk_index *index, uint32_t root)
