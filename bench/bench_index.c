@@ -296,7 +296,7 @@ struct turnover {
 static void offer_leaf(struct turnover *turnover, uint32_t id)
 {
     const struct kvk_block *block = kvk_index_block(turnover->forest.index, id);
-    if (block->state == KVK_BLOCK_EVICTABLE && block->byte_children == 0) {
+    if (block->state == KVK_BLOCK_EVICTABLE && block->memory_children == 0) {
         kvk_evict_queue_add(&turnover->queue, id);
     }
 }

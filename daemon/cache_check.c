@@ -280,7 +280,7 @@ static struct kvk_evict_queue *expected_queue(struct kvk_group *group,
         }
         return group->tiers[KVK_TIER_HOST].present ? &group->tiers[KVK_TIER_DEVICE].held : NULL;
     }
-    bool leaf = block->byte_children == 0 || group->windowed;
+    bool leaf = block->memory_children == 0 || group->windowed;
     bool goes = block->hold_count == 0 && block->pin_count[KVK_TIER_HOST] == 0 && leaf;
     return goes ? &group->tiers[KVK_TIER_HOST].queue : NULL;
 }

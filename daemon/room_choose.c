@@ -168,7 +168,7 @@ static bool tree_may_go(const struct kvk_cache *cache, const struct kvk_group *g
             return false;
         }
         uint32_t next = KVK_BLOCK_NONE;
-        if (!group->windowed && block->byte_children > 0) {
+        if (!group->windowed && block->memory_children > 0) {
             next = kvk_index_first_child(cache->index, KVK_ROOT_NONE, id);
         }
         while (next == KVK_BLOCK_NONE && id != top) {

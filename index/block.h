@@ -34,6 +34,7 @@ enum kvk_tier {
 };
 #define KVK_TIER_COUNT 3
 #define KVK_MEMORY_TIER_COUNT 2 /* the first ones, whose slots have addresses */
+#define KVK_MEMORY_TIER_MASK ((1U << KVK_MEMORY_TIER_COUNT) - 1U)
 
 enum kvk_block_state {
     KVK_BLOCK_FREE = 0,
@@ -66,15 +67,16 @@ enum kvk_block_event {
 
 struct kvk_block {
     /* Place in the index; written by the index alone. */
-    struct kvk_key key;     /* fixed while indexed */
-    uint32_t parent;        /* block id; KVK_BLOCK_NONE at a root, or while not indexed */
-    uint32_t run;           /* the run that holds its tokens; UINT32_MAX while not indexed */
-    uint32_t run_offset;    /* blocks from the run's start */
-    uint32_t child_count;   /* indexed children */
-    uint32_t anchor_count;  /* open sequences whose chain goes on from here: keeps the place */
-    uint32_t position;      /* blocks before it in its chain */
-    uint32_t byte_children; /* indexed children with bytes in any tier: forgetting is leaf-first */
+    struct kvk_key key;       /* fixed while indexed */
+    uint32_t parent;          /* block id; KVK_BLOCK_NONE at a root, or while not indexed */
+    uint32_t run;             /* the run that holds its tokens; UINT32_MAX while not indexed */
+    uint32_t run_offset;      /* blocks from the run's start */
+    uint32_t child_count;     /* indexed children */
+    uint32_t anchor_count;    /* open sequences whose chain goes on from here: keeps the place */
+    uint32_t position;        /* blocks before it in its chain */
+    uint32_t memory_children; /* indexed children with bytes in memory: forgetting is leaf-first */
     uint32_t device_children; /* of them, with a copy in the device tier: so is demoting */
+    uint32_t disk_children;   /* with a copy on disk: so is forgetting there */
     uint32_t hash_next;       /* next block of its bucket in the table of keys */
 
     /* Life; written by kvk_block_step() alone. */

@@ -61,8 +61,9 @@ static void check_children(const struct kvk_index *index, uint32_t root, uint32_
                            uint32_t position)
 {
     uint32_t count = 0;
-    uint32_t with_bytes = 0;
+    uint32_t in_memory = 0;
     uint32_t on_device = 0;
+    uint32_t on_disk = 0;
     for (uint32_t id = kvk_index_first_child(index, root, parent); id != KVK_BLOCK_NONE;
          id = kvk_index_next_child(index, id)) {
         const struct kvk_block *child = kvk_block_at(index, id);
@@ -71,7 +72,8 @@ static void check_children(const struct kvk_index *index, uint32_t root, uint32_
         KVK_ASSERT(child->position == position);
         KVK_ASSERT(kvk_run_at(index, child->run)->root == root);
         count++;
-        with_bytes += child->tier_mask != 0;
+        in_memory += kvk_mask_has_memory(child->tier_mask);
+        on_disk += kvk_mask_has_disk(child->tier_mask);
         on_device += kvk_mask_has_device(child->tier_mask);
         KVK_ASSERT(count <= index->indexed_count); /* no ring among the siblings */
     }
@@ -81,7 +83,8 @@ static void check_children(const struct kvk_index *index, uint32_t root, uint32_
     }
     const struct kvk_block *block = kvk_block_at(index, parent);
     KVK_ASSERT(count == block->child_count);
-    KVK_ASSERT(with_bytes == block->byte_children);
+    KVK_ASSERT(in_memory == block->memory_children);
+    KVK_ASSERT(on_disk == block->disk_children);
     KVK_ASSERT(on_device == block->device_children);
 }
 

@@ -219,10 +219,13 @@ uint32_t kvk_index_set_tiers(struct kvk_index *index, uint32_t block, uint8_t ti
         return KVK_BLOCK_NONE;
     }
     struct kvk_block *parent = kvk_block_at(index, changed->parent);
-    bool leaf = count_changed(&parent->byte_children, before != 0, tier_mask != 0);
+    bool leaf = count_changed(&parent->memory_children, kvk_mask_has_memory(before),
+                              kvk_mask_has_memory(tier_mask));
     bool device_leaf = count_changed(&parent->device_children, kvk_mask_has_device(before),
                                      kvk_mask_has_device(tier_mask));
-    return leaf || device_leaf ? changed->parent : KVK_BLOCK_NONE;
+    bool disk_leaf = count_changed(&parent->disk_children, kvk_mask_has_disk(before),
+                                   kvk_mask_has_disk(tier_mask));
+    return leaf || device_leaf || disk_leaf ? changed->parent : KVK_BLOCK_NONE;
 }
 
 void kvk_index_anchor(struct kvk_index *index, uint32_t block)

@@ -135,6 +135,16 @@ static inline uint32_t kvk_chunk_count(const struct kvk_index *index, uint32_t f
     return left < most ? left : most;
 }
 
+static inline bool kvk_mask_has_memory(uint8_t tier_mask)
+{
+    return (tier_mask & KVK_MEMORY_TIER_MASK) != 0;
+}
+
+static inline bool kvk_mask_has_disk(uint8_t tier_mask)
+{
+    return (tier_mask & (1U << KVK_TIER_DISK)) != 0;
+}
+
 static inline bool kvk_mask_has_device(uint8_t tier_mask)
 {
     return (tier_mask & (1U << KVK_TIER_DEVICE)) != 0;

@@ -328,7 +328,7 @@ Test(store, random_references_against_plain_counts)
             }
             break;
         default:
-            if (holds[i] == 0 && block->byte_children == 0 && kvk_random_chance(&random, 0.02)) {
+            if (holds[i] == 0 && block->memory_children == 0 && kvk_random_chance(&random, 0.02)) {
                 kvk_block_drop_copy(store.cache, ids[i], DEVICE, true);
             }
             break;

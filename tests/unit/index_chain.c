@@ -381,7 +381,7 @@ Test(index_chain, tiers_tell_when_a_parent_becomes_a_leaf)
     chain_add_all(chains, root, 1, &content, b);
     cr_assert_eq(a[1], b[1]);
     const struct kvk_block *parent = kvk_index_block(chains, a[1]);
-    cr_assert_eq(parent->byte_children, 2);
+    cr_assert_eq(parent->memory_children, 2);
     cr_assert_eq(parent->device_children, 2);
 
     const uint8_t host = 1U << KVK_TIER_HOST;
@@ -390,12 +390,12 @@ Test(index_chain, tiers_tell_when_a_parent_becomes_a_leaf)
     cr_assert_eq(parent->device_children, 1);
     cr_assert_eq(kvk_index_set_tiers(chains, b[2], host), a[1], "no child on the device now");
     cr_assert_eq(parent->device_children, 0);
-    cr_assert_eq(parent->byte_children, 2);
+    cr_assert_eq(parent->memory_children, 2);
     chain_evict(chains, a[2]);
-    cr_assert_eq(parent->byte_children, 1);
+    cr_assert_eq(parent->memory_children, 1);
     kvk_block_step(kvk_index_block(chains, b[2]), KVK_BLOCK_EVICT);
     cr_assert_eq(kvk_index_set_tiers(chains, b[2], 0), a[1], "no child with bytes now");
-    cr_assert_eq(parent->byte_children, 0);
+    cr_assert_eq(parent->memory_children, 0);
     cr_assert_eq(kvk_index_remove(chains, b[2]), a[1]);
     kvk_index_block_free(chains, b[2]);
     cr_assert_eq(kvk_index_set_tiers(chains, a[0], host), KVK_BLOCK_NONE, "under the root");

@@ -186,7 +186,7 @@ static void block_hold(struct replay *replay, uint32_t id)
 static void offer_leaf(struct replay *replay, uint32_t id)
 {
     const struct kvk_block *block = kvk_index_block(replay->index, id);
-    if (block->state == KVK_BLOCK_EVICTABLE && block->byte_children == 0) {
+    if (block->state == KVK_BLOCK_EVICTABLE && block->memory_children == 0) {
         kvk_evict_queue_add(&replay->queue, id);
     }
 }
