@@ -23,6 +23,7 @@
 #include "daemon/session.h"
 #include "daemon/side_socket.h"
 #include "daemon/tenant.h"
+#include "hosttier/keeper.h"
 
 #define EXIT_USAGE 2
 
@@ -58,6 +59,8 @@ struct arguments {
     const char *device;
     const char *host;
     const char *policy;
+    const char *keeper; /* this process is to be the keeper, on that socket */
+    uint64_t keeper_hold_ms;
     bool check_config;
     bool test_hooks;
 };
@@ -73,6 +76,8 @@ enum {
     OPTION_POLICY,
     OPTION_LOG,
     OPTION_TEST_HOOKS,
+    OPTION_KEEPER,
+    OPTION_KEEPER_HOLD_MS,
     OPTION_VERSION,
     OPTION_HELP,
 };
@@ -88,6 +93,9 @@ static const struct option long_options[] = {
     {"policy", required_argument, NULL, OPTION_POLICY},
     {"log", required_argument, NULL, OPTION_LOG},
     {"test-hooks", no_argument, NULL, OPTION_TEST_HOOKS},
+    /* Hidden: how the daemon starts its keeper. */
+    {"keeper", required_argument, NULL, OPTION_KEEPER},
+    {"keeper-hold-ms", required_argument, NULL, OPTION_KEEPER_HOLD_MS},
     {"version", no_argument, NULL, OPTION_VERSION},
     {"help", no_argument, NULL, OPTION_HELP},
     {NULL, 0, NULL, 0},
@@ -136,6 +144,12 @@ static void read_arguments(int argc, char **argv, struct arguments *arguments)
             break;
         case OPTION_TEST_HOOKS:
             arguments->test_hooks = true;
+            break;
+        case OPTION_KEEPER:
+            arguments->keeper = optarg;
+            break;
+        case OPTION_KEEPER_HOLD_MS:
+            arguments->keeper_hold_ms = strtoull(optarg, NULL, 10);
             break;
         case OPTION_VERSION:
             (void)printf("kvkeepd %s\n", KVK_VERSION);
@@ -412,6 +426,9 @@ int main(int argc, char **argv)
     struct arguments arguments = {.config_path = NULL};
     struct kvk_config config;
     read_arguments(argc, argv, &arguments);
+    if (arguments.keeper != NULL) {
+        return kvk_keeper_main(arguments.keeper, arguments.keeper_hold_ms);
+    }
     bool configured = configure(&config, &arguments);
     if (!configured || arguments.check_config) {
         kvk_config_finish(&config);
