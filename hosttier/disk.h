@@ -93,7 +93,8 @@ struct kvk_disk_piece {
     void *memory;           /* read into, or written from; the caller's until the run returns */
     uint64_t size_bytes;    /* any; the rest up to the alignment is written as zeros */
     uint64_t *checksum;     /* NULL, or where the XXH3 64-bit hash of these bytes is stored */
-    enum kvk_status status; /* out: KVK_OK, KVK_INTERNAL (I/O error, short), KVK_EXHAUSTED (full) */
+    enum kvk_status status; /* out: KVK_OK, KVK_INTERNAL (I/O error, short), KVK_EXHAUSTED (full),
+                               KVK_UNAVAILABLE (not tried) */
 };
 
 enum kvk_disk_class {
@@ -106,7 +107,7 @@ enum kvk_disk_class {
  * Read or write all pieces, `depth` at a time, in any order, and wait: it returns only when nothing
  * touches their memory any more, failed or not. The classes share the disk; a lower number goes
  * first. KVK_OK: every piece is KVK_OK. Else the first failure; each piece has its own status.
- * KVK_UNAVAILABLE: the disk is OFF, nothing was tried.
+ * KVK_UNAVAILABLE: the disk is OFF (for a write also: read-only), so this piece was not tried.
  */
 KVK_CHECKED enum kvk_status kvk_disk_read(struct kvk_disk *disk, enum kvk_disk_class class,
                                           struct kvk_disk_piece *pieces, uint32_t count,
@@ -114,14 +115,16 @@ KVK_CHECKED enum kvk_status kvk_disk_read(struct kvk_disk *disk, enum kvk_disk_c
 KVK_CHECKED enum kvk_status kvk_disk_write(struct kvk_disk *disk, enum kvk_disk_class class,
                                            struct kvk_disk_piece *pieces, uint32_t count,
                                            struct kvk_error *error);
-/* What was written to the file before is durable when it returns. */
+/* What was written to the file before is durable when it returns. Where it fails, nothing that was
+ * written since the last sync that went well may be named by a record, whatever a later one says:
+ * the system may have given up those pages. Also fails where the file has lost its name. */
 KVK_CHECKED enum kvk_status kvk_disk_sync(struct kvk_disk_file *file, struct kvk_error *error);
 
 /* ---- How it feels ---- */
 
 enum kvk_disk_state {
     KVK_DISK_GOOD = 0,
-    KVK_DISK_FAILING, /* the last request of some kind failed */
+    KVK_DISK_FAILING, /* the last request of some kind failed, or it is read-only */
     KVK_DISK_OFF,     /* nothing is tried but a probe now and then */
 };
 
@@ -130,10 +133,13 @@ struct kvk_disk_health {
     bool read_only;   /* writes are refused by the system; reads go on */
     bool full;        /* the file system has no space; cleared by the next allocation that works */
     char reason[160]; /* of the last failure, "" if never */
+    /* errors: requests that failed; short_reads: those where the file ended first */
     uint64_t read_errors, write_errors, sync_errors, short_reads, full_errors;
     uint64_t read_bytes, written_bytes;
     uint64_t read_rate, write_rate; /* bytes/s, moving averages of batches; 0: not known yet */
     uint64_t turned_off;            /* times */
+    uint64_t probes;                /* while OFF or read-only */
+    uint64_t unpunched;             /* times that room was not given back: no hole punching here */
 };
 void kvk_disk_health(struct kvk_disk *disk, struct kvk_disk_health *health);
 
