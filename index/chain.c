@@ -312,27 +312,25 @@ static void child_removed(struct kvk_index *index, struct kvk_root *root,
     parent->device_children -= kvk_mask_has_device(child->tier_mask);
 }
 
-enum kvk_status kvk_index_insert(struct kvk_index *index, struct kvk_cursor *cursor,
-                                 const struct kvk_content *content, uint32_t block,
-                                 uint32_t *winner)
+/* What a block to be inserted says. */
+struct said {
+    struct kvk_key key;
+    const uint32_t *tokens; /* [block_tokens] */
+    const uint8_t *extra;
+    size_t extra_size;
+};
+
+static enum kvk_status insert(struct kvk_index *index, struct kvk_cursor *cursor,
+                              const struct said *said, uint32_t block, uint32_t *winner)
 {
-    cursor_check(index, cursor);
     struct kvk_block *added = kvk_index_block(index, block);
+    struct kvk_root *root = kvk_root_at(index, cursor->root);
     KVK_ASSERT(!kvk_block_is_indexed(added));
     KVK_ASSERT(kvk_block_is_whole(added));
-    struct kvk_root *root = kvk_root_at(index, cursor->root);
-    uint64_t position = cursor->blocks * root->block_tokens;
     KVK_ASSERT(cursor->blocks < UINT32_MAX);
-    KVK_ASSERT(position >= content->first);
-    KVK_ASSERT(position - content->first + root->block_tokens <= content->token_count);
-
-    const uint32_t *tokens = content->tokens + (position - content->first);
-    size_t extra_size = kvk_content_bytes(content, position, root->block_tokens, index->scratch);
-    struct kvk_key key = kvk_key_block(root->hasher, key_of(index, cursor->root, cursor->block),
-                                       tokens, root->block_tokens, index->scratch, extra_size);
     if (has_children(index, cursor)) {
-        uint32_t known = kvk_chain_child(index, cursor->root, cursor->block, key, tokens,
-                                         index->scratch, extra_size);
+        uint32_t known = kvk_chain_child(index, cursor->root, cursor->block, said->key,
+                                         said->tokens, said->extra, said->extra_size);
         if (known != KVK_BLOCK_NONE) {
             *winner = known;
             cursor->block = known;
@@ -340,10 +338,9 @@ enum kvk_status kvk_index_insert(struct kvk_index *index, struct kvk_cursor *cur
             return KVK_EXISTS;
         }
     }
-
     struct kvk_extra *extra = NULL;
-    if (extra_size > 0) {
-        extra = kvk_extra_create(index, index->scratch, extra_size);
+    if (said->extra_size > 0) {
+        extra = kvk_extra_create(index, said->extra, said->extra_size);
         if (extra == NULL) {
             return KVK_EXHAUSTED;
         }
@@ -357,7 +354,7 @@ enum kvk_status kvk_index_insert(struct kvk_index *index, struct kvk_cursor *cur
     if (run->count == 0) {
         kvk_run_link(index, run_id, cursor->block);
     }
-    added->key = key;
+    added->key = said->key;
     added->parent = cursor->block;
     added->run = run_id;
     added->run_offset = run->count;
@@ -366,12 +363,51 @@ enum kvk_status kvk_index_insert(struct kvk_index *index, struct kvk_cursor *cur
     added->disk_children = 0;
     added->device_children = 0;
     added->position = (uint32_t)cursor->blocks;
-    kvk_run_append(index, run, block, tokens, extra, added->tier_mask);
+    kvk_run_append(index, run, block, said->tokens, extra, added->tier_mask);
     kvk_keymap_insert(index, block);
     child_added(index, root, added);
     cursor->block = block;
     cursor->blocks++;
     return KVK_OK;
+}
+
+enum kvk_status kvk_index_insert(struct kvk_index *index, struct kvk_cursor *cursor,
+                                 const struct kvk_content *content, uint32_t block,
+                                 uint32_t *winner)
+{
+    cursor_check(index, cursor);
+    const struct kvk_root *root = kvk_root_at(index, cursor->root);
+    uint64_t position = cursor->blocks * root->block_tokens;
+    KVK_ASSERT(position >= content->first);
+    KVK_ASSERT(position - content->first + root->block_tokens <= content->token_count);
+    struct said said = {
+        .tokens = content->tokens + (position - content->first),
+        .extra = index->scratch,
+        .extra_size = kvk_content_bytes(content, position, root->block_tokens, index->scratch),
+    };
+    said.key = kvk_key_block(root->hasher, key_of(index, cursor->root, cursor->block), said.tokens,
+                             root->block_tokens, said.extra, said.extra_size);
+    return insert(index, cursor, &said, block, winner);
+}
+
+enum kvk_status kvk_index_insert_known(struct kvk_index *index, struct kvk_cursor *cursor,
+                                       struct kvk_key key, const uint32_t *tokens,
+                                       const uint8_t *extra, size_t extra_size, uint32_t block,
+                                       uint32_t *winner)
+{
+    cursor_check(index, cursor);
+    const struct kvk_root *root = kvk_root_at(index, cursor->root);
+    const struct said said = {
+        .key = kvk_key_block(root->hasher, key_of(index, cursor->root, cursor->block), tokens,
+                             root->block_tokens, extra, extra_size),
+        .tokens = tokens,
+        .extra = extra,
+        .extra_size = extra_size,
+    };
+    if (!kvk_key_equal(said.key, key)) {
+        return KVK_DATA_LOSS;
+    }
+    return insert(index, cursor, &said, block, winner);
 }
 
 uint32_t kvk_index_remove(struct kvk_index *index, uint32_t block)

@@ -59,7 +59,14 @@ KVK_CHECKED enum kvk_status kvk_index_root_open(struct kvk_index *index,
 uint32_t kvk_index_root_find(const struct kvk_index *index, const struct kvk_root_options *options);
 void kvk_index_root_hold(struct kvk_index *index, uint32_t root);
 uint64_t kvk_index_root_user(const struct kvk_index *index, uint32_t root);
+/* Its key, and its salt, which is valid until the root goes. */
+struct kvk_key kvk_index_root_own_key(const struct kvk_index *index, uint32_t root);
+const uint8_t *kvk_index_root_salt(const struct kvk_index *index, uint32_t root, size_t *salt_size);
 bool kvk_index_root_windowed(const struct kvk_index *index, uint32_t root);
+/* The key and the salt of a root that is open; the salt is valid as long as the root is. */
+struct kvk_key kvk_index_key_of_root(const struct kvk_index *index, uint32_t root);
+const uint8_t *kvk_index_salt_of_root(const struct kvk_index *index, uint32_t root,
+                                      size_t *salt_size);
 
 /* The highest block id ever handed out, plus 1: for sweeps in slices. Ids that are not in use
  * have state FREE and run UINT32_MAX. */
@@ -144,6 +151,16 @@ uint32_t kvk_index_roots_visit(const struct kvk_index *index, uint32_t first, ui
 KVK_CHECKED enum kvk_status kvk_index_insert(struct kvk_index *index, struct kvk_cursor *cursor,
                                              const struct kvk_content *content, uint32_t block,
                                              uint32_t *winner);
+
+/*
+ * The same for a block that was indexed before, in another process: its tokens and content bytes as
+ * they were stored. KVK_DATA_LOSS: hashed under the cursor they do not give `key`; nothing changed.
+ */
+KVK_CHECKED enum kvk_status kvk_index_insert_known(struct kvk_index *index,
+                                                   struct kvk_cursor *cursor, struct kvk_key key,
+                                                   const uint32_t *tokens, const uint8_t *extra,
+                                                   size_t extra_size, uint32_t block,
+                                                   uint32_t *winner);
 
 /* Take a block without children and anchors out of its chain. Its parent, or KVK_BLOCK_NONE. */
 uint32_t kvk_index_remove(struct kvk_index *index, uint32_t block);

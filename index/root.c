@@ -190,9 +190,34 @@ uint64_t kvk_index_root_user(const struct kvk_index *index, uint32_t root)
     return root_checked(index, root)->user;
 }
 
+struct kvk_key kvk_index_root_own_key(const struct kvk_index *index, uint32_t root)
+{
+    return root_checked(index, root)->key;
+}
+
+const uint8_t *kvk_index_root_salt(const struct kvk_index *index, uint32_t root, size_t *salt_size)
+{
+    const struct kvk_root *found = root_checked(index, root);
+    *salt_size = found->salt_size;
+    return found->identity + found->identity_size;
+}
+
 bool kvk_index_root_windowed(const struct kvk_index *index, uint32_t root)
 {
     return root_checked(index, root)->windowed;
+}
+
+struct kvk_key kvk_index_key_of_root(const struct kvk_index *index, uint32_t root)
+{
+    return root_checked(index, root)->key;
+}
+
+const uint8_t *kvk_index_salt_of_root(const struct kvk_index *index, uint32_t root,
+                                      size_t *salt_size)
+{
+    const struct kvk_root *salted = root_checked(index, root);
+    *salt_size = salted->salt_size;
+    return salted->identity + salted->identity_size;
 }
 
 void kvk_index_root_release(struct kvk_index *index, uint32_t root)
