@@ -147,6 +147,10 @@ const char *kvk_cause_name(enum kvk_cause cause)
         return "limit";
     case KVK_CAUSE_BUSY:
         return "busy";
+    case KVK_CAUSE_GUARANTEED:
+        return "guaranteed";
+    case KVK_CAUSE_SWITCHED_OFF:
+        return "switched_off";
     }
     return "unknown";
 }

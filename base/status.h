@@ -60,6 +60,8 @@ enum kvk_cause {
     KVK_CAUSE_NOT_MAPPED = 22,        /* memory that this call needs is not mapped here */
     KVK_CAUSE_LIMIT = 23,             /* a count of the configuration is reached */
     KVK_CAUSE_BUSY = 24,              /* another call works on the same sequence */
+    KVK_CAUSE_GUARANTEED = 25,        /* the room is guaranteed to other tenants */
+    KVK_CAUSE_SWITCHED_OFF = 26,      /* the tenant or space is, by an operator */
 };
 
 #define KVK_ERROR_FIELD_SIZE 64

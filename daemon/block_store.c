@@ -56,6 +56,16 @@ static bool is_damaged(const struct kvk_block *block, enum kvk_tier tier)
            !has_copy(block, tier);
 }
 
+/* Where a block's bytes lie, in memory before disk. */
+static enum kvk_tier first_tier(const struct kvk_block *block)
+{
+    bool in_memory = false;
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+        in_memory = in_memory || block->slot[i] != KVK_SLOT_NONE;
+    }
+    return in_memory ? kvk_block_tier(block) : KVK_TIER_DISK;
+}
+
 static bool is_current(const struct kvk_cache *cache, uint32_t id, const struct kvk_block *block)
 {
     return is_indexed(block) && kvk_root_is_current(cache, kvk_index_root_of(cache->index, id));
@@ -63,8 +73,17 @@ static bool is_current(const struct kvk_cache *cache, uint32_t id, const struct 
 
 static bool is_at_rest(const struct kvk_block *block)
 {
-    return block->transfer_count == 0 && block->pin_count[KVK_TIER_DEVICE] == 0 &&
-           block->pin_count[KVK_TIER_HOST] == 0;
+    bool pinned = false;
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+        pinned = pinned || block->pin_count[i] > 0;
+    }
+    return block->transfer_count == 0 && !pinned;
+}
+
+/* A leaf as far as the disk goes: with it nothing is stranded there, nor in memory. */
+static bool is_disk_leaf(const struct kvk_group *group, const struct kvk_block *block)
+{
+    return group->windowed || (block->disk_children == 0 && block->memory_children == 0);
 }
 
 /* A leaf as far as the device tier goes: leaving it strands no child there. */
@@ -102,7 +121,7 @@ static bool is_bound(const struct kvk_cache *cache, const struct kvk_group *grou
     if (block->hold_count == 0) {
         return false;
     }
-    bool other_copy = (block->tier_mask & ~(1U << tier)) != 0;
+    bool other_copy = (block->tier_mask & KVK_MEMORY_TIER_MASK & ~(1U << tier)) != 0;
     bool may_move = tier == KVK_TIER_DEVICE && has_copy(block, tier) &&
                     group->tiers[KVK_TIER_HOST].present && is_current(cache, id, block);
     return !other_copy && !may_move;
@@ -139,13 +158,13 @@ static void bound_count(struct kvk_cache *cache, const struct kvk_group *group, 
         }
         struct kvk_tier_state *tier = &cache->tiers[i];
         uint64_t *counter = kind_counter(tier, kind);
+        kvk_quota_bound_change(cache, group->space->tenant, (enum kvk_tier)i, group->block_bytes,
+                               add);
         if (add) {
-            tier->bound_bytes += group->block_bytes;
             if (counter != NULL) {
                 *counter += group->block_bytes;
             }
         } else {
-            bytes_sub(&tier->bound_bytes, group->block_bytes);
             if (counter != NULL) {
                 bytes_sub(counter, group->block_bytes);
             }
@@ -200,6 +219,8 @@ static struct kvk_evict_queue *queue_for(const struct kvk_cache *cache, struct k
         return NULL;
     }
     bool evictable = block->state == KVK_BLOCK_EVICTABLE;
+    bool on_disk = has_copy(block, KVK_TIER_DISK);
+    bool is_last_memory = !group->tiers[KVK_TIER_HOST].present;
     if (has_copy(block, KVK_TIER_DEVICE)) {
         struct kvk_group_tier *device = &group->tiers[KVK_TIER_DEVICE];
         if (block->pin_count[KVK_TIER_DEVICE] > 0 || !is_device_leaf(group, block)) {
@@ -209,13 +230,22 @@ static struct kvk_evict_queue *queue_for(const struct kvk_cache *cache, struct k
             return &device->clean;
         }
         if (evictable) {
-            return &device->queue;
+            return is_last_memory && on_disk ? &device->clean : &device->queue;
         }
-        return group->tiers[KVK_TIER_HOST].present ? &device->held : NULL;
+        return is_last_memory ? NULL : &device->held;
     }
-    bool leaves =
-        evictable && block->pin_count[KVK_TIER_HOST] == 0 && kvk_block_is_leaf(group, block);
-    return leaves ? &group->tiers[KVK_TIER_HOST].queue : NULL;
+    if (has_copy(block, KVK_TIER_HOST)) {
+        struct kvk_group_tier *host = &group->tiers[KVK_TIER_HOST];
+        bool leaves =
+            evictable && block->pin_count[KVK_TIER_HOST] == 0 && kvk_block_is_leaf(group, block);
+        if (!leaves) {
+            return NULL;
+        }
+        return on_disk ? &host->clean : &host->queue;
+    }
+    bool leaves_disk = evictable && on_disk && block->pin_count[KVK_TIER_DISK] == 0 &&
+                       is_disk_leaf(group, block);
+    return leaves_disk ? &group->tiers[KVK_TIER_DISK].queue : NULL;
 }
 
 static void queue_leave(struct kvk_block *block, uint32_t id)
@@ -253,9 +283,11 @@ static void parent_update(struct kvk_cache *cache, uint32_t parent)
 static void used_add(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier)
 {
     struct kvk_tier_state *state = &cache->tiers[tier];
-    group->tiers[tier].used_bytes += group->block_bytes;
-    state->used_bytes += group->block_bytes;
-    state->tenant_bytes[group->space->tenant->index] += group->block_bytes;
+    uint64_t bytes = group->tiers[tier].arena.slot_bytes;
+    kvk_usage_advance(cache, group->space->tenant, tier);
+    group->tiers[tier].used_bytes += bytes;
+    state->used_bytes += bytes;
+    state->tenant_bytes[group->space->tenant->index] += bytes;
 }
 
 /* The slot goes back to its arena. Whoever read it while it was taken sees another generation. */
@@ -264,21 +296,47 @@ static void slot_return(struct kvk_cache *cache, struct kvk_group *group, enum k
 {
     struct kvk_group_tier *at = &group->tiers[tier];
     struct kvk_tier_state *state = &cache->tiers[tier];
-    uint32_t *generation = (uint32_t *)(void *)at->generations.address + slot;
-    (void)__atomic_add_fetch(generation, 1, __ATOMIC_RELEASE);
+    uint64_t bytes = at->arena.slot_bytes;
+    if (tier < KVK_MEMORY_TIER_COUNT) {
+        uint32_t *generation = (uint32_t *)(void *)at->generations.address + slot;
+        (void)__atomic_add_fetch(generation, 1, __ATOMIC_RELEASE);
+    }
     kvk_arena_give(&at->arena, slot);
-    bytes_sub(&at->used_bytes, group->block_bytes);
-    bytes_sub(&state->used_bytes, group->block_bytes);
-    bytes_sub(&state->tenant_bytes[group->space->tenant->index], group->block_bytes);
+    kvk_usage_advance(cache, group->space->tenant, tier);
+    bytes_sub(&at->used_bytes, bytes);
+    bytes_sub(&state->used_bytes, bytes);
+    bytes_sub(&state->tenant_bytes[group->space->tenant->index], bytes);
     pthread_cond_broadcast(&cache->changed);
+}
+
+void kvk_slot_retire(struct kvk_cache *cache, struct kvk_group *group, uint32_t slot)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    KVK_ASSERT(group->tiers[KVK_TIER_DISK].owners[slot] == 0);
+    slot_return(cache, group, KVK_TIER_DISK, slot);
+}
+
+/* A slot was taken for a copy that is on its way there. */
+static void loose_begin(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
+                        uint32_t slot)
+{
+    struct kvk_group_tier *at = &group->tiers[tier];
+    KVK_ASSERT(at->owners[slot] == 0);
+    memset(at->checksums + (size_t)slot * group->shard_count, 0,
+           group->shard_count * sizeof(*at->checksums));
+    used_add(cache, group, tier);
+    at->loose_count++;
+    kvk_quota_bound_change(cache, group->space->tenant, tier, at->arena.slot_bytes, true);
+    cache->tiers[tier].copying_bytes += at->arena.slot_bytes;
 }
 
 static void loose_end(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier)
 {
     KVK_ASSERT(group->tiers[tier].loose_count > 0);
+    uint64_t bytes = group->tiers[tier].arena.slot_bytes;
     group->tiers[tier].loose_count--;
-    bytes_sub(&cache->tiers[tier].bound_bytes, group->block_bytes);
-    bytes_sub(&cache->tiers[tier].copying_bytes, group->block_bytes);
+    kvk_quota_bound_change(cache, group->space->tenant, tier, bytes, false);
+    bytes_sub(&cache->tiers[tier].copying_bytes, bytes);
 }
 
 uint32_t kvk_slot_take(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier)
@@ -286,18 +344,44 @@ uint32_t kvk_slot_take(struct kvk_cache *cache, struct kvk_group *group, enum kv
     KVK_ASSERT(kvk_lock_held(&cache->lock));
     struct kvk_group_tier *at = &group->tiers[tier];
     KVK_ASSERT(at->present);
-    uint32_t slot = kvk_arena_take(&at->arena);
-    if (slot == KVK_SLOT_NONE) {
-        return slot;
+    /* The one way to a slot: so a tenant's limit is passed on none. */
+    uint32_t slot = KVK_SLOT_NONE;
+    if (!kvk_quota_is_full(cache, group->space->tenant, tier, at->arena.slot_bytes)) {
+        slot = kvk_arena_take(&at->arena);
     }
-    KVK_ASSERT(at->owners[slot] == 0);
-    memset(at->checksums + (size_t)slot * group->shard_count, 0,
-           group->shard_count * sizeof(*at->checksums));
-    used_add(cache, group, tier);
-    at->loose_count++;
-    cache->tiers[tier].bound_bytes += group->block_bytes;
-    cache->tiers[tier].copying_bytes += group->block_bytes;
+    if (slot != KVK_SLOT_NONE) {
+        loose_begin(cache, group, tier, slot);
+    }
     return slot;
+}
+
+enum kvk_status kvk_slot_take_at(struct kvk_cache *cache, struct kvk_group *group,
+                                 enum kvk_tier tier, uint32_t slot)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    struct kvk_group_tier *at = &group->tiers[tier];
+    KVK_ASSERT(at->present);
+    if (kvk_quota_is_full(cache, group->space->tenant, tier, at->arena.slot_bytes)) {
+        return KVK_EXHAUSTED;
+    }
+    enum kvk_status status = kvk_arena_take_at(&at->arena, slot);
+    if (status != KVK_OK) {
+        return status;
+    }
+    uint32_t slots = at->arena.slot_count;
+    if (kvk_evict_queue_reserve(&at->queue, slots) != KVK_OK ||
+        kvk_evict_queue_reserve(&at->clean, slots) != KVK_OK ||
+        kvk_evict_queue_reserve(&at->held, slots) != KVK_OK) {
+        kvk_arena_give(&at->arena, slot);
+        return KVK_EXHAUSTED;
+    }
+    uint32_t slab = kvk_arena_slab_of(&at->arena, slot);
+    KVK_ASSERT(at->places[slab] != KVK_PLACE_LEAVING);
+    if (at->places[slab] < at->arena.slabs[slab].slot_count) {
+        at->places[slab] = at->arena.slabs[slab].slot_count;
+    }
+    loose_begin(cache, group, tier, slot);
+    return KVK_OK;
 }
 
 void kvk_slot_give(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
@@ -330,7 +414,11 @@ static void slot_disown(struct kvk_cache *cache, struct kvk_group *group, enum k
     KVK_ASSERT(group->tiers[tier].owners[slot] == id + 1);
     group->tiers[tier].owners[slot] = 0;
     block->slot[tier] = KVK_SLOT_NONE;
-    slot_return(cache, group, tier, slot);
+    if (tier == KVK_TIER_DISK) {
+        kvk_disk_slot_leave(cache, group, slot); /* nobody's, but not free while it is recorded */
+    } else {
+        slot_return(cache, group, tier, slot);
+    }
 }
 
 /* ---- The end of blocks ---- */
@@ -339,7 +427,7 @@ static void slot_disown(struct kvk_cache *cache, struct kvk_group *group, enum k
 static void tiers_set(struct kvk_cache *cache, struct kvk_group *group, uint32_t id, uint8_t mask)
 {
     const struct kvk_block *block = kvk_index_block(cache->index, id);
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
         uint8_t bit = (uint8_t)(1U << i);
         if ((mask & bit) != 0 && (block->tier_mask & bit) == 0) {
             group->tier_blocks[i]++;
@@ -363,6 +451,7 @@ static uint32_t block_erase(struct kvk_cache *cache, struct kvk_group *group, ui
     KVK_ASSERT(block->queue == NULL);
     count_as(cache, group, block, KVK_BLOCK_FREE);
     uint32_t parent = is_indexed(block) ? kvk_index_remove(cache->index, id) : KVK_BLOCK_NONE;
+    kvk_disk_block_gone(cache, id);
     kvk_index_block_free(cache->index, id);
     return parent;
 }
@@ -426,9 +515,9 @@ static void block_forget(struct kvk_cache *cache, struct kvk_group *group, uint3
 {
     struct kvk_block *block = kvk_index_block(cache->index, id);
     KVK_ASSERT(block->state == KVK_BLOCK_EVICTABLE);
-    kvk_gone_note(cache, id, kvk_block_tier(block), 0, reason);
+    kvk_gone_note(cache, id, first_tier(block), 0, reason);
     queue_leave(block, id);
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
         slot_remove(cache, group, id, (enum kvk_tier)i);
     }
     cache->stats.forgotten_blocks++;
@@ -440,15 +529,30 @@ static void block_forget(struct kvk_cache *cache, struct kvk_group *group, uint3
     block_end(cache, group, id);
 }
 
-/* Damaged bytes go as soon as nobody needs just them. */
+/* Damaged bytes go as soon as nobody needs just them. A holder has bytes in memory, be they what
+ * they may: a copy on disk alone does not serve him. */
 static void damage_clear(struct kvk_cache *cache, struct kvk_group *group, uint32_t id,
                          const struct kvk_block *block)
 {
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+    uint8_t in_memory = block->tier_mask & KVK_MEMORY_TIER_MASK;
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+        bool needed = i < KVK_MEMORY_TIER_COUNT &&
+                      (block->hold_count > 0 ? in_memory == 0 : block->tier_mask == 0);
         if (is_damaged(block, (enum kvk_tier)i) && block->pin_count[i] == 0 &&
-            block->transfer_count == 0 && block->tier_mask != 0) {
+            block->transfer_count == 0 && !needed) {
             slot_disown(cache, group, (enum kvk_tier)i, id);
         }
+    }
+}
+
+/* What nobody can find any more does not stay on disk, whoever still holds it. */
+static void disk_clear(struct kvk_cache *cache, struct kvk_group *group, uint32_t id,
+                       const struct kvk_block *block)
+{
+    if (block->slot[KVK_TIER_DISK] != KVK_SLOT_NONE && block->pin_count[KVK_TIER_DISK] == 0 &&
+        block->transfer_count == 0 && kvk_block_is_whole(block) && block->hold_count > 0 &&
+        !is_current(cache, id, block)) {
+        slot_remove(cache, group, id, KVK_TIER_DISK);
     }
 }
 
@@ -465,6 +569,7 @@ void kvk_block_settle(struct kvk_cache *cache, uint32_t id)
         return;
     }
     damage_clear(cache, group, id, block);
+    disk_clear(cache, group, id, block);
     if (block->state == KVK_BLOCK_EVICTABLE && is_at_rest(block)) {
         if (block->tier_mask == 0 || !is_current(cache, id, block)) {
             block_forget(cache, group, id, own_reason(cache, id, block));
@@ -499,7 +604,7 @@ static void last_release(struct kvk_cache *cache, struct kvk_group *group, uint3
     bool unsealed = is_unsealed(block);
     KVK_ASSERT(block->queue == NULL);
     kvk_block_step(block, unsealed ? KVK_BLOCK_ABORT : KVK_BLOCK_DISCARD);
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
         slot_remove(cache, group, id, (enum kvk_tier)i);
     }
     block_end(cache, group, id);
@@ -578,6 +683,19 @@ void kvk_block_return(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier)
     kvk_block_release(cache, id, false);
 }
 
+void kvk_block_keep(struct kvk_cache *cache, uint32_t id)
+{
+    cache->passing_holds++;
+    kvk_block_hold(cache, id, false);
+}
+
+void kvk_block_let_go(struct kvk_cache *cache, uint32_t id)
+{
+    KVK_ASSERT(cache->passing_holds > 0);
+    cache->passing_holds--;
+    kvk_block_release(cache, id, false);
+}
+
 void kvk_block_set_quarantined(struct kvk_cache *cache, uint32_t id, bool quarantined)
 {
     struct kvk_block *block = kvk_index_block(cache->index, id);
@@ -591,7 +709,7 @@ void kvk_block_unindex(struct kvk_cache *cache, uint32_t id)
     KVK_ASSERT(kvk_lock_held(&cache->lock));
     struct kvk_block *block = kvk_index_block(cache->index, id);
     KVK_ASSERT(block->hold_count > 0);
-    kvk_gone_note(cache, id, kvk_block_tier(block), 0, KVK_GONE_INVALIDATED);
+    kvk_gone_note(cache, id, first_tier(block), 0, KVK_GONE_INVALIDATED);
     queue_leave(block, id);
     uint32_t parent = kvk_index_remove(cache->index, id);
     parent_lost_child(cache, kvk_group_of(cache, block), parent);
@@ -660,8 +778,11 @@ void kvk_block_drop_copy(struct kvk_cache *cache, uint32_t id, enum kvk_tier tie
     struct kvk_block *block = kvk_index_block(cache->index, id);
     struct kvk_group *group = kvk_group_of(cache, block);
     KVK_ASSERT(has_copy(block, tier));
+    KVK_ASSERT(tier == KVK_TIER_DISK || block->hold_count == 0 ||
+               (block->tier_mask & KVK_MEMORY_TIER_MASK & ~(1U << tier)) != 0);
     if (evicted) {
         cache->stats.evictions[tier]++;
+        kvk_tenant_state_of(cache, group->space->tenant)->usage.evictions[tier]++;
     }
     if (block->tier_mask == 1U << tier) {
         KVK_ASSERT(block->hold_count == 0);
@@ -698,7 +819,7 @@ void kvk_block_seal(struct kvk_cache *cache, uint32_t id)
     if (block->state == KVK_BLOCK_RESERVED) {
         kvk_block_step(block, KVK_BLOCK_WRITE); /* written by a worker, unseen by the daemon */
     }
-    enum kvk_tier tier = kvk_block_tier(block);
+    enum kvk_tier tier = first_tier(block);
     kvk_block_step(block, KVK_BLOCK_SEAL);
     tiers_set(cache, kvk_group_of(cache, block), id, (uint8_t)(1U << tier));
     kvk_block_settle(cache, id);
@@ -730,6 +851,39 @@ void kvk_block_fill(struct kvk_cache *cache, uint32_t winner_id, uint32_t id)
         block->pin_count[i] = 0;
     }
     tiers_set(cache, group, winner_id, mask);
+    kvk_block_step(block, KVK_BLOCK_DISCARD);
+    block_end(cache, group, id);
+    kvk_block_settle(cache, winner_id);
+}
+
+void kvk_block_adopt(struct kvk_cache *cache, uint32_t winner_id, uint32_t id)
+{
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    struct kvk_block *winner = kvk_index_block(cache->index, winner_id);
+    struct kvk_group *group = kvk_group_of(cache, block);
+    KVK_ASSERT(winner->arena == block->arena);
+    KVK_ASSERT(kvk_block_is_whole(winner) && is_indexed(winner));
+    KVK_ASSERT(!is_indexed(block) && block->hold_count == 1);
+    KVK_ASSERT(block->transfer_count == 0);
+    KVK_ASSERT(block->queue == NULL);
+
+    uint8_t mask = block->tier_mask;
+    queue_leave(winner, winner_id);
+    kvk_block_step(winner, KVK_BLOCK_HOLD);
+    winner->lease_hold_count += block->lease_hold_count;
+    block->lease_hold_count = 0;
+    tiers_set(cache, group, id, 0);
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+        KVK_ASSERT(winner->slot[i] == KVK_SLOT_NONE);
+        winner->slot[i] = block->slot[i];
+        winner->pin_count[i] = block->pin_count[i];
+        if (block->slot[i] != KVK_SLOT_NONE) {
+            group->tiers[i].owners[block->slot[i]] = winner_id + 1;
+        }
+        block->slot[i] = KVK_SLOT_NONE;
+        block->pin_count[i] = 0;
+    }
+    tiers_set(cache, group, winner_id, (uint8_t)(winner->tier_mask | mask));
     kvk_block_step(block, KVK_BLOCK_DISCARD);
     block_end(cache, group, id);
     kvk_block_settle(cache, winner_id);

@@ -45,7 +45,7 @@ static enum kvk_status devices_take(struct kvk_cache *cache,
         }
         cache->tiers[i].device = cache->devices[i];
         cache->tiers[i].tenant_bytes =
-            calloc(kvk_tenants_count(cache->tenants), sizeof(*cache->tiers[i].tenant_bytes));
+            calloc(KVK_TENANT_COUNT_MAX, sizeof(*cache->tiers[i].tenant_bytes));
         if (cache->tiers[i].tenant_bytes == NULL) {
             return fail_memory(error);
         }
@@ -182,6 +182,9 @@ enum kvk_status kvk_cache_create(const struct kvk_cache_options *options, struct
     kvk_random_secret(&cache->next_id, sizeof(cache->next_id));
     enum kvk_status status = devices_take(cache, options, error);
     if (status == KVK_OK) {
+        status = kvk_tenant_states_create(cache, error);
+    }
+    if (status == KVK_OK) {
         status = index_make(cache, error);
     }
     if (status == KVK_OK) {
@@ -257,6 +260,7 @@ static void memory_free(struct kvk_cache *cache)
     for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         free(cache->tiers[i].tenant_bytes);
     }
+    free(cache->tenant_states);
     free(cache->groups);
     for (int i = 0; i < 2; i++) {
         if (cache->devices[i] != NULL) {
@@ -425,10 +429,13 @@ void kvk_cache_maintain(struct kvk_cache *cache)
     }
     kvk_tier_run_ahead_drops(cache);
     gap_note(cache);
+    kvk_quota_maintain_drops(cache);
+    gap_note(cache);
     kvk_room_tidy_drops(cache);
     gap_note(cache);
     strays_drops(cache);
     gap_note(cache);
+    kvk_usage_maintain_drops(cache);
     kvk_unlock(&cache->lock);
 }
 

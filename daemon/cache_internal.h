@@ -26,6 +26,7 @@
 #include "base/table.h"
 #include "daemon/attention.h"
 #include "daemon/cache.h"
+#include "daemon/disk_tier.h"
 #include "daemon/journal.h"
 #include "daemon/lookup.h"
 #include "daemon/mover.h"
@@ -43,8 +44,11 @@
 
 /* One tier's slots of a group. A block is in at most one of the queues:
  *     queue  may leave; in the device tier by demotion where there is a host tier, else for good
- *     clean  device tier: has a host copy too, so leaving costs nothing
- *     held   device tier with a host tier: held by somebody, but unpinned, so it may be demoted */
+ *     clean  has a copy in the next tier below too, so leaving forgets nothing: device tier with a
+ *            host copy, or the last memory tier with a copy on disk
+ *     held   device tier with a host tier: held by somebody, but unpinned, so it may be demoted
+ * A block with copies in memory and on disk is in a queue of memory. The disk's slots have no
+ * regions and no generations, and are larger by what alignment takes: see arena.slot_bytes. */
 struct kvk_group_tier {
     bool present; /* the tier has bytes; else nothing below is set */
     struct kvk_arena arena;
@@ -63,7 +67,7 @@ struct kvk_group_tier {
     bool own_evictions_due;      /* it was asked on behalf of a tenant within its guarantee */
     uint32_t leave_count;        /* slabs that left: whoever backs a place sees what came between */
     uint32_t backing_count;      /* places that are being backed without the lock, now */
-    uint64_t used_bytes;         /* = arena.used_count x block_bytes */
+    uint64_t used_bytes;         /* = arena.used_count x arena.slot_bytes */
     uint64_t stray_bytes;        /* as last looked at */
     uint64_t stray_told_bytes;   /* the most that was logged */
 };
@@ -77,9 +81,11 @@ struct kvk_group {
     uint64_t shard_bytes[KVK_SHARD_COUNT_MAX];
     uint64_t block_bytes; /* all shards */
     bool windowed;
-    struct kvk_group_tier tiers[KVK_MEMORY_TIER_COUNT];
+    struct kvk_group_tier tiers[KVK_TIER_COUNT];
+    struct kvk_disk_group *disk; /* what disk_*.c keep beside tiers[KVK_TIER_DISK]; NULL: no disk
+                                    tier. Ours */
     uint64_t state_counts[KVK_BLOCK_STATE_COUNT]; /* FREE is not counted */
-    uint64_t tier_blocks[KVK_MEMORY_TIER_COUNT];  /* whole copies */
+    uint64_t tier_blocks[KVK_TIER_COUNT];         /* whole copies */
 };
 
 /* ---- Spaces ---- */
@@ -298,6 +304,10 @@ struct kvk_tier_state {
                                   where that is more: what nobody else can have. The sum */
 };
 
+/* Tiers that quotas are kept for: those that have a pool. */
+#define KVK_QUOTA_TIERS                                                                            \
+    ((int)(sizeof(((struct kvk_cache *)0)->tiers) / sizeof(struct kvk_tier_state)))
+
 /* What the engine knows of a tenant beside tenant.h: quota.c, usage.c. */
 struct kvk_tenant_state {
     const struct kvk_tenant *tenant; /* NULL: nobody has this place */
@@ -321,7 +331,8 @@ struct kvk_tenant_state {
     struct kvk_tenant_usage usage;
     uint64_t usage_ns[KVK_TIER_COUNT];   /* when byte_seconds was brought up to date */
     uint64_t usage_rest[KVK_TIER_COUNT]; /* byte x ns of it, less than a byte-second */
-    bool usage_changed;                  /* since it was written to the catalogue */
+    struct kvk_tenant_usage usage_saved; /* as it lies in the catalogue */
+    uint64_t usage_saved_ns;             /* when it was last looked at for that */
 };
 
 /* kvk_block.flags. The low bits are what kvk_block_settle() has counted the block as. */
@@ -345,7 +356,7 @@ struct kvk_cache_stats {
     uint64_t hashed_bytes;
     uint64_t pins, opens, seals, appends, forks, closes;
     uint64_t sealed_blocks, duplicate_blocks, wrong_reuse;
-    uint64_t evictions[KVK_MEMORY_TIER_COUNT]; /* copies dropped to make room */
+    uint64_t evictions[KVK_TIER_COUNT];        /* copies dropped to make room */
     uint64_t forgotten_blocks;                 /* last copies dropped */
     uint64_t demoted_blocks, promoted_blocks;
     uint64_t swapped_out_blocks, swapped_in_blocks, swapped_out_bytes, swapped_in_bytes;
@@ -376,11 +387,12 @@ struct kvk_cache {
     struct kvk_index *index;
     struct kvk_evict *evict;
     struct kvk_mover *mover;
-    struct kvk_tier_state tiers[KVK_MEMORY_TIER_COUNT];
+    struct kvk_tier_state tiers[KVK_TIER_COUNT];
+    struct kvk_disk_tier *disk_tier; /* disk_tier.h; NULL: none. Ours */
     struct kvk_tenant_state *tenant_states; /* [KVK_TENANT_COUNT_MAX] by tenant.index, ours */
     bool trim_wanted;        /* a tenant may be above its limit: a quota was changed */
     uint32_t idle_next;      /* group whose idle blocks are looked for next */
-    uint64_t usage_saved_ns; /* when the counters were last written to the catalogue */
+    uint32_t usage_next;     /* tenant whose counters are written to the catalogue next */
 
     struct kvk_device *devices[2];   /* ours, to be closed; NULL: none */
     struct kvk_device *memory;       /* borrowed from them: the CPU memory that processes map
@@ -496,6 +508,9 @@ void kvk_block_unpin(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier
  * (a read, an attention, a copy). Counted in cache.passing_holds. */
 void kvk_block_borrow(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier);
 void kvk_block_return(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier);
+/* The same without a pin: the block stays, its copies may move. */
+void kvk_block_keep(struct kvk_cache *cache, uint32_t block);
+void kvk_block_let_go(struct kvk_cache *cache, uint32_t block);
 
 /* Blocks that are dropped until kvk_gone_end() go for this reason, to make room for `space` (NULL:
  * for nobody in particular); the journal says so. The lock is not dropped in between. Not nested. */
@@ -516,7 +531,8 @@ void kvk_block_unindex(struct kvk_cache *cache, uint32_t block);
 /* The block's bytes count as quarantine from now on, or no longer. */
 void kvk_block_set_quarantined(struct kvk_cache *cache, uint32_t block, bool quarantined);
 
-/* The tier of the copy to read: device before host. The block must have bytes or a slot. */
+/* The tier of the copy to read: device before host. The block must have a slot in memory: what is
+ * held has one (a copy on disk alone is held only by those who are restoring it). */
 enum kvk_tier kvk_block_tier(const struct kvk_block *block);
 
 /* Address of a shard of the block's copy or slot in a tier. */
@@ -543,6 +559,10 @@ void kvk_block_seal(struct kvk_cache *cache, uint32_t block);
  * freed, the caller's hold and pins are now on the winner. */
 void kvk_block_fill(struct kvk_cache *cache, uint32_t winner, uint32_t block);
 
+/* `ours` (sealed, private, one holder) is the same block as `winner`, which has its bytes on disk
+ * alone: the winner gets our copy in memory, with its hold and pins; `ours` is gone. */
+void kvk_block_adopt(struct kvk_cache *cache, uint32_t winner, uint32_t ours);
+
 /* A new block of the group with `slot`, RESERVED: one hold and one pin, the caller's.
  * KVK_BLOCK_NONE: config.blocks are known already. */
 uint32_t kvk_block_create(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
@@ -565,7 +585,16 @@ uint32_t kvk_slot_take(struct kvk_cache *cache, struct kvk_group *group, enum kv
 void kvk_slot_give(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
                    uint32_t slot);
 
-/* May the last copy go without leaving a child with bytes behind? */
+/* The same for a slot that was taken when the process began, by its number: its memory, or its part
+ * of the file, is there. KVK_EXISTS, KVK_EXHAUSTED, KVK_INVALID as kvk_arena_take_at(); KVK_EXHAUSTED
+ * also where there is no memory for the queues. */
+KVK_CHECKED enum kvk_status kvk_slot_take_at(struct kvk_cache *cache, struct kvk_group *group,
+                                             enum kvk_tier tier, uint32_t slot);
+
+/* A slot of the disk that left its block is free again: its record's removal is committed. */
+void kvk_slot_retire(struct kvk_cache *cache, struct kvk_group *group, uint32_t slot);
+
+/* May the last copy in memory go without leaving a child with bytes there behind? */
 static inline bool kvk_block_is_leaf(const struct kvk_group *group, const struct kvk_block *block)
 {
     return group->windowed || block->memory_children == 0;

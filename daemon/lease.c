@@ -54,6 +54,7 @@ static void lease_link(struct kvk_cache *cache, struct kvk_lease *lease,
     }
     instance->leases = lease;
     instance->lease_count++;
+    kvk_tenant_state_of(cache, space->tenant)->leases++;
     space->reference_count++;
     kvk_lease_heap_add(&cache->lease_heap, lease);
 }
@@ -96,6 +97,7 @@ static uint64_t lease_end(struct kvk_cache *cache, struct kvk_lease *lease)
     }
     KVK_ASSERT(instance->lease_count > 0);
     instance->lease_count--;
+    kvk_tenant_state_of(cache, lease->space->tenant)->leases--;
     KVK_ASSERT(lease->space->reference_count > 0);
     lease->space->reference_count--;
     free(lease);
@@ -290,7 +292,8 @@ static enum kvk_status check_found(const struct pinning *pinning, uint64_t token
         kvk_error_retry(pinning->error, 100);
         return KVK_EXHAUSTED;
     }
-    return KVK_OK;
+    const struct kvk_tenant_state *tenant = kvk_tenant_state_of(cache, pinning->space->tenant);
+    return tokens > 0 ? kvk_quota_check_count(tenant, false, pinning->error) : KVK_OK;
 }
 
 /* What a lease says of itself, when it is made and when it is asked for again. */

@@ -51,7 +51,7 @@ struct kvk_tenant_usage {
 };
 
 /* Is the quota possible beside the guarantees of others? `guaranteed_bytes` is their sum.
- * KVK_INVALID names the field ("guaranteed_host_bytes") and the limit. */
+ * KVK_INVALID names the field ("host_guaranteed_bytes") and the limit. */
 KVK_CHECKED enum kvk_status kvk_quota_check(const struct kvk_tenant_quota *quota,
                                             const uint64_t pool_bytes[KVK_TIER_COUNT],
                                             const uint64_t guaranteed_bytes[KVK_TIER_COUNT],

@@ -97,6 +97,27 @@ static const char *cause_sentence(enum kvk_cause cause)
     return "active sequences fill it";
 }
 
+/* Is it for the tenant's limit, or for what others are guaranteed, that there is no room? Where its
+ * limit is reached and its own idle blocks could not go, it is for that too; but not where the pool
+ * has no room for anybody. */
+static enum kvk_quota_verdict quota_verdict(const struct kvk_cache *cache,
+                                            const struct kvk_tenant *tenant, enum kvk_tier tier,
+                                            uint64_t needed_bytes)
+{
+    const struct kvk_tier_state *state = &cache->tiers[tier];
+    enum kvk_quota_verdict verdict = kvk_quota_admits(cache, tenant, tier, needed_bytes, 0, 0);
+    bool has_room = state->bound_bytes + state->growth_bytes + state->stray_bytes + needed_bytes <=
+                    state->pool.limit_bytes;
+    if (verdict == KVK_QUOTA_GUARANTEED && !has_room) {
+        return KVK_QUOTA_OK;
+    }
+    if (verdict == KVK_QUOTA_OK && has_room &&
+        kvk_quota_is_full(cache, tenant, tier, needed_bytes)) {
+        return KVK_QUOTA_LIMIT;
+    }
+    return verdict;
+}
+
 enum kvk_status kvk_room_refuse(struct kvk_cache *cache, enum kvk_tier tier, uint64_t needed_bytes,
                                 struct kvk_space *space, uint64_t sequence_id,
                                 const struct kvk_caller *caller, struct kvk_error *error)
@@ -107,7 +128,10 @@ enum kvk_status kvk_room_refuse(struct kvk_cache *cache, enum kvk_tier tier, uin
     struct kvk_error refusal;
     uint64_t retry_ms = 0;
     enum kvk_status status;
-    if (state->device == NULL) {
+    enum kvk_quota_verdict verdict = quota_verdict(cache, space->tenant, tier, needed_bytes);
+    if (state->device != NULL && verdict != KVK_QUOTA_OK) {
+        status = kvk_quota_fail(cache, space->tenant, tier, needed_bytes, verdict, &refusal);
+    } else if (state->device == NULL) {
         status = kvk_fail(&refusal, KVK_UNSUPPORTED, KVK_CAUSE_FIELD, "tier",
                           "this daemon has no %s tier", name);
     } else {
@@ -159,9 +183,15 @@ bool kvk_room_apply(struct kvk_cache *cache, struct kvk_group *group, enum kvk_t
     case KVK_ROOM_GROW:
         return kvk_room_grow(cache, group, tier, choice->place);
     case KVK_ROOM_EVICT:
-        at->own_evictions_left =
-            (at->own_evictions_left == 0 ? at->arena.slab_slots : at->own_evictions_left) - 1;
-        kvk_gone_begin(cache, KVK_GONE_EVICTED, group->space);
+        if (choice->by_limit) {
+            kvk_tenant_state_of(cache, group->space->tenant)->usage.limit_evictions++;
+        } else {
+            at->own_evictions_due =
+                at->own_evictions_left == 0 ? choice->due : at->own_evictions_due;
+            at->own_evictions_left =
+                (at->own_evictions_left == 0 ? at->arena.slab_slots : at->own_evictions_left) - 1;
+        }
+        kvk_gone_begin(cache, choice->by_limit ? KVK_GONE_QUOTA : KVK_GONE_EVICTED, group->space);
         kvk_block_drop_copy(cache, choice->victim, choice->victim_tier, true);
         kvk_gone_end(cache);
         return true;
@@ -172,6 +202,7 @@ bool kvk_room_apply(struct kvk_cache *cache, struct kvk_group *group, enum kvk_t
     case KVK_ROOM_COMPACT:
     case KVK_ROOM_PUNCH:
     case KVK_ROOM_WAIT:
+    case KVK_ROOM_LIMIT:
     case KVK_ROOM_NOTHING:
         break;
     }
@@ -252,7 +283,7 @@ static enum kvk_status slot_get(struct kvk_cache *cache, struct kvk_group *group
             return KVK_OK;
         }
         kvk_room_choose(cache, group, tier, want, &choice);
-        if (choice.step == KVK_ROOM_NOTHING) {
+        if (choice.step == KVK_ROOM_NOTHING || choice.step == KVK_ROOM_LIMIT) {
             return KVK_EXHAUSTED;
         }
         if (!kvk_room_apply(cache, group, tier, &choice)) {
@@ -262,10 +293,16 @@ static enum kvk_status slot_get(struct kvk_cache *cache, struct kvk_group *group
 }
 
 /* Would the bytes fit if everything that may go went? */
-static bool is_admitted(const struct kvk_tier_state *tier, uint64_t needed_bytes,
-                        uint64_t growth_bytes, uint64_t own_growth_bytes)
+static bool is_admitted(const struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                        enum kvk_tier at, uint64_t needed_bytes, uint64_t growth_bytes,
+                        uint64_t own_growth_bytes)
 {
+    const struct kvk_tier_state *tier = &cache->tiers[at];
     KVK_ASSERT(own_growth_bytes <= tier->growth_bytes);
+    if (kvk_quota_admits(cache, tenant, at, needed_bytes, growth_bytes, own_growth_bytes) !=
+        KVK_QUOTA_OK) {
+        return false;
+    }
     uint64_t limit = tier->pool.limit_bytes;
     uint64_t others = tier->growth_bytes - own_growth_bytes;
     uint64_t taken = tier->bound_bytes + others + tier->stray_bytes;
@@ -278,9 +315,9 @@ enum kvk_status kvk_room_slot(struct kvk_cache *cache, struct kvk_group *group, 
                               struct kvk_error *error)
 {
     KVK_ASSERT(kvk_lock_held(&cache->lock));
-    const struct kvk_tier_state *state = &cache->tiers[tier];
     bool admitted = group->tiers[tier].present &&
-                    (caller == NULL || is_admitted(state, group->block_bytes, 0, 0));
+                    (caller == NULL ||
+                     is_admitted(cache, group->space->tenant, tier, group->block_bytes, 0, 0));
     enum kvk_status status = admitted ? slot_get(cache, group, tier, NULL, slot) : KVK_EXHAUSTED;
     if (status == KVK_EXHAUSTED && caller != NULL) {
         return kvk_room_refuse(cache, tier, group->block_bytes, group->space, 0, caller, error);
@@ -296,8 +333,17 @@ void kvk_room_slot_give(struct kvk_cache *cache, struct kvk_group *group, enum k
 
 /* ---- Blocks ---- */
 
+/* May the group's victims be forgotten for want of ids? Not those of another tenant within its
+ * guarantee. */
+static bool may_lose_id(const struct kvk_cache *cache, const struct kvk_group *group,
+                        enum kvk_tier tier, const struct kvk_tenant *asking)
+{
+    const struct kvk_tenant *tenant = group->space->tenant;
+    return tenant == asking || kvk_quota_spare(cache, tenant, tier) >= group->block_bytes;
+}
+
 /* A block of the group may be had only at the price of another, where config.blocks are known. */
-static bool block_id_free(struct kvk_cache *cache)
+static bool block_id_free(struct kvk_cache *cache, const struct kvk_tenant *asking)
 {
     for (uint32_t tries = 0; tries < BLOCK_ID_EVICTIONS_MAX; tries++) {
         if (kvk_index_block_count(cache->index) < cache->config->blocks) {
@@ -312,7 +358,7 @@ static bool block_id_free(struct kvk_cache *cache)
             while ((group = kvk_room_next_group(cache, (enum kvk_tier)i, &number)) != NULL) {
                 double score;
                 uint32_t head = kvk_evict_queue_peek(&group->tiers[i].queue, now, &score);
-                if (head != KVK_BLOCK_NONE &&
+                if (head != KVK_BLOCK_NONE && may_lose_id(cache, group, (enum kvk_tier)i, asking) &&
                     kvk_block_is_leaf(group, kvk_index_block(cache->index, head)) &&
                     (victim == KVK_BLOCK_NONE || score < least)) {
                     victim = head;
@@ -375,7 +421,7 @@ static enum kvk_status blocks_get(struct kvk_cache *cache, struct kvk_space *spa
                 break;
             }
             uint32_t block = KVK_BLOCK_NONE;
-            if (block_id_free(cache)) {
+            if (block_id_free(cache, space->tenant)) {
                 block = kvk_block_create(cache, group, want->tier, slot);
             }
             if (block == KVK_BLOCK_NONE) {
@@ -419,7 +465,7 @@ enum kvk_status kvk_room_reserve(struct kvk_cache *cache, struct kvk_space *spac
 {
     KVK_ASSERT(kvk_lock_held(&cache->lock));
     uint64_t needed = want_bytes(space, want);
-    if (!want_is_present(space, want) || !is_admitted(&cache->tiers[want->tier], needed,
+    if (!want_is_present(space, want) || !is_admitted(cache, space->tenant, want->tier, needed,
                                                       want->growth_bytes, want->own_growth_bytes)) {
         return kvk_room_refuse(cache, want->tier, needed + want->growth_bytes, space,
                                want->sequence_id, caller, error);

@@ -90,12 +90,14 @@ static struct victim host_victim(struct kvk_cache *cache, struct kvk_group *grou
 static bool host_has_room(struct kvk_cache *cache, struct kvk_group *group)
 {
     struct kvk_room_choice choice;
-    if (kvk_room_free_slots(group, KVK_TIER_HOST) > 0 ||
-        host_victim(cache, group).block != KVK_BLOCK_NONE) {
+    bool full = kvk_quota_is_full(cache, group->space->tenant, KVK_TIER_HOST, group->block_bytes);
+    if (!full && (kvk_room_free_slots(group, KVK_TIER_HOST) > 0 ||
+                  host_victim(cache, group).block != KVK_BLOCK_NONE)) {
         return true; /* nearly always, and without looking at other groups */
     }
     kvk_room_choose(cache, group, KVK_TIER_HOST, NULL, &choice);
-    return choice.step != KVK_ROOM_NOTHING && choice.step != KVK_ROOM_WAIT;
+    return choice.step != KVK_ROOM_NOTHING && choice.step != KVK_ROOM_WAIT &&
+           choice.step != KVK_ROOM_LIMIT;
 }
 
 /* The lower of the heads of two queues. */
@@ -200,9 +202,25 @@ static bool slot_may_go(const struct kvk_cache *cache, const struct kvk_group *g
     return tree_may_go(cache, group, id, tier, visits);
 }
 
-/* Can the whole slab be emptied? `mean`: what its blocks are worth. */
+/* Would giving up `blocks` leave its tenant what it is guaranteed? `asking` is whose need it is. */
+static bool is_spare(const struct kvk_cache *cache, const struct kvk_group *group,
+                     enum kvk_tier tier, uint64_t blocks, const struct kvk_tenant *asking)
+{
+    const struct kvk_tenant *tenant = group->space->tenant;
+    return tenant == asking ||
+           kvk_tenant_state_of(cache, tenant)->quota.guaranteed_bytes[tier] == 0 ||
+           blocks * group->block_bytes <= kvk_quota_spare(cache, tenant, tier);
+}
+
+static bool slab_is_spare(const struct kvk_cache *cache, const struct kvk_group *group,
+                          enum kvk_tier tier, uint32_t slab, const struct kvk_tenant *asking)
+{
+    return is_spare(cache, group, tier, group->tiers[tier].arena.slabs[slab].used_count, asking);
+}
+
+/* Can the whole slab be emptied, for `asking`? `mean`: what its blocks are worth. */
 static bool slab_may_go(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
-                        uint32_t number, double *mean)
+                        uint32_t number, const struct kvk_tenant *asking, double *mean)
 {
     struct kvk_group_tier *at = &group->tiers[tier];
     const struct kvk_slab *slab = &at->arena.slabs[number];
@@ -225,13 +243,14 @@ static bool slab_may_go(struct kvk_cache *cache, struct kvk_group *group, enum k
         count++;
     }
     *mean = count == 0 ? 0 : sum / count;
-    return true;
+    /* With them goes what hangs below; counted more than once where it does so twice. */
+    return is_spare(cache, group, tier, (uint64_t)count + visits, asking);
 }
 
 /* The slab of the group that is worth least of a few: that of its next victim, and the emptiest.
  * `slots` counts those looked at. */
 static uint32_t slab_find(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
-                          double *mean, uint64_t *slots)
+                          const struct kvk_tenant *asking, double *mean, uint64_t *slots)
 {
     const struct kvk_arena *arena = &group->tiers[tier].arena;
     uint32_t candidates[SLAB_CANDIDATES];
@@ -250,7 +269,7 @@ static uint32_t slab_find(struct kvk_cache *cache, struct kvk_group *group, enum
     for (uint32_t i = 0; i < count; i++) {
         double worth;
         *slots += arena->slabs[candidates[i]].slot_count;
-        if (slab_may_go(cache, group, tier, candidates[i], &worth) &&
+        if (slab_may_go(cache, group, tier, candidates[i], asking, &worth) &&
             (best == KVK_SLAB_NONE || worth < *mean)) {
             best = candidates[i];
             *mean = worth;
@@ -261,7 +280,7 @@ static uint32_t slab_find(struct kvk_cache *cache, struct kvk_group *group, enum
 
 /* A slab that can be emptied by moving what lies in it: the emptiest of a few. */
 static uint32_t shiftable_find(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
-                               uint64_t *slots)
+                               const struct kvk_tenant *asking, uint64_t *slots)
 {
     const struct kvk_arena *arena = &group->tiers[tier].arena;
     uint32_t looked_at = 0;
@@ -269,7 +288,8 @@ static uint32_t shiftable_find(struct kvk_cache *cache, struct kvk_group *group,
         uint32_t slab = arena->levels[level];
         if (slab != KVK_SLAB_NONE) {
             *slots += arena->slabs[slab].slot_count;
-            if (kvk_room_slab_may_shift(cache, group, tier, slab)) {
+            if (slab_is_spare(cache, group, tier, slab, asking) &&
+                kvk_room_slab_may_shift(cache, group, tier, slab)) {
                 return slab;
             }
         }
@@ -280,7 +300,8 @@ static uint32_t shiftable_find(struct kvk_cache *cache, struct kvk_group *group,
         }
         looked_at++;
         *slots += arena->slabs[slab].slot_count;
-        if (kvk_room_slab_may_shift(cache, group, tier, slab)) {
+        if (slab_is_spare(cache, group, tier, slab, asking) &&
+            kvk_room_slab_may_shift(cache, group, tier, slab)) {
             return slab;
         }
     }
@@ -298,26 +319,38 @@ static bool is_last_tier(const struct kvk_group *group, enum kvk_tier tier)
 enum claim {
     CLAIM_OTHERS = 0, /* of a tenant within its share: only where nothing else can go */
     CLAIM_TENANT,     /* of the asking tenant */
-    CLAIM_OVER,       /* of a tenant above its share, and further than the asking one */
+    CLAIM_OVER,       /* of a tenant above its share, and further than the asking one; or above its
+                         guarantee, where the asking one is within its own */
 };
 
 struct giver {
     struct kvk_group *group; /* NULL: none */
     enum claim claim;
-    double over_bytes; /* above the equal share */
+    double over_bytes; /* above the fair share */
     double score;      /* of its next victim */
     uint32_t slab;
     bool shifts; /* the slab's blocks move first */
 };
 
-static double equal_share(const struct kvk_cache *cache, enum kvk_tier tier, uint32_t asking)
+static uint64_t guaranteed(const struct kvk_cache *cache, enum kvk_tier tier, uint32_t tenant)
+{
+    return cache->tenant_states[tenant].quota.guaranteed_bytes[tier];
+}
+
+/* Of what is guaranteed to none of the tenants that use the tier, the part of each: with what is
+ * guaranteed to it, its fair share. */
+static double equal_part(const struct kvk_cache *cache, enum kvk_tier tier, uint32_t asking)
 {
     uint32_t count = kvk_tenants_count(cache->tenants);
     uint32_t active = 0;
+    double rest = (double)cache->tiers[tier].pool.limit_bytes;
     for (uint32_t i = 0; i < count; i++) {
-        active += i == asking || cache->tiers[tier].tenant_bytes[i] > 0;
+        if (i == asking || cache->tiers[tier].tenant_bytes[i] > 0) {
+            active++;
+            rest -= (double)guaranteed(cache, tier, i);
+        }
     }
-    return (double)cache->tiers[tier].pool.limit_bytes / active;
+    return rest / active;
 }
 
 static bool is_better(const struct giver *a, const struct giver *b)
@@ -357,8 +390,10 @@ static struct giver giver_find(struct kvk_cache *cache, struct kvk_group *group,
 {
     const uint64_t *bytes = cache->tiers[tier].tenant_bytes;
     uint32_t asking = group->space->tenant->index;
-    double share = equal_share(cache, tier, asking);
-    double asking_over = (double)(bytes[asking] + group->block_bytes) - share;
+    double part = equal_part(cache, tier, asking);
+    double asking_over = (double)(bytes[asking] + group->block_bytes) - part -
+                         (double)guaranteed(cache, tier, asking);
+    bool due = kvk_quota_is_due(cache, group->space->tenant, tier, group->block_bytes);
     struct giver best = {.group = NULL};
     uint32_t number = 0;
     struct kvk_group *other;
@@ -368,12 +403,17 @@ static struct giver giver_find(struct kvk_cache *cache, struct kvk_group *group,
             continue;
         }
         uint32_t tenant = other->space->tenant->index;
+        uint64_t spare = kvk_quota_spare(cache, other->space->tenant, tier);
+        if (tenant != asking && spare < other->block_bytes) {
+            continue;
+        }
         uint64_t slab = slab_bytes(group, tier) > slab_bytes(other, tier) ? slab_bytes(group, tier)
                                                                           : slab_bytes(other, tier);
-        giver.over_bytes = (double)bytes[tenant] - share;
+        giver.over_bytes = (double)spare - part;
         if (tenant == asking) {
             giver.claim = CLAIM_TENANT;
-        } else if (giver.over_bytes > 0 && giver.over_bytes > asking_over + 2 * (double)slab) {
+        } else if (due ||
+                   (giver.over_bytes > 0 && giver.over_bytes > asking_over + 2 * (double)slab)) {
             giver.claim = CLAIM_OVER;
         }
         if (is_better(&giver, &best)) {
@@ -383,23 +423,25 @@ static struct giver giver_find(struct kvk_cache *cache, struct kvk_group *group,
     return best;
 }
 
-/* Any slab that can go at all, where the best giver has none. It looks at a bounded number of slots
- * and begins with another group each time. */
+/* Any slab that can go at all, where the best giver has none; only of other tenants where that is
+ * asked for. It looks at a bounded number of slots and begins with another group each time. */
 static bool any_slab_find(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
-                          const struct kvk_room_want *want, struct giver *giver)
+                          const struct kvk_room_want *want, bool others_only, struct giver *giver)
 {
     uint64_t slots = 0;
     for (uint32_t i = 0; i < cache->group_end && slots < ANY_SLOTS_MAX; i++) {
         cache->give_next = cache->give_next + 1 < cache->group_end ? cache->give_next + 1 : 0;
         struct kvk_group *other = cache->groups[cache->give_next];
         double mean;
-        if (other == NULL || !other->tiers[tier].present || !may_give(group, other, tier, want)) {
+        const struct kvk_tenant *asking = group->space->tenant;
+        if (other == NULL || !other->tiers[tier].present || !may_give(group, other, tier, want) ||
+            (others_only && other->space->tenant == asking)) {
             continue;
         }
-        uint32_t slab = slab_find(cache, other, tier, &mean, &slots);
+        uint32_t slab = slab_find(cache, other, tier, asking, &mean, &slots);
         giver->shifts = slab == KVK_SLAB_NONE && is_last_tier(other, tier);
         if (giver->shifts) {
-            slab = shiftable_find(cache, other, tier, &slots);
+            slab = shiftable_find(cache, other, tier, asking, &slots);
         }
         if (slab != KVK_SLAB_NONE) {
             giver->group = other;
@@ -496,7 +538,8 @@ static void choose_victim(struct kvk_cache *cache, struct kvk_group *group, enum
         giver.group != NULL && (!own || giver.claim == CLAIM_OVER ||
                                 (giver.claim == CLAIM_TENANT && giver.score < victim.score));
     if (others_first) {
-        giver.slab = slab_find(cache, giver.group, tier, &mean, &slots);
+        const struct kvk_tenant *asking = group->space->tenant;
+        giver.slab = slab_find(cache, giver.group, tier, asking, &mean, &slots);
         /* Within a tenant only worth decides: that of the whole slab that would go. */
         if (giver.slab != KVK_SLAB_NONE &&
             (!own || giver.claim == CLAIM_OVER || mean <= victim.score)) {
@@ -504,18 +547,25 @@ static void choose_victim(struct kvk_cache *cache, struct kvk_group *group, enum
             return;
         }
         if (giver.slab == KVK_SLAB_NONE && is_last_tier(giver.group, tier)) {
-            giver.slab = shiftable_find(cache, giver.group, tier, &slots);
+            giver.slab = shiftable_find(cache, giver.group, tier, asking, &slots);
             if (giver.slab != KVK_SLAB_NONE) {
                 choose_slab(choice, KVK_ROOM_COMPACT, giver.group, giver.slab);
                 return;
             }
         }
     }
-    if (own) {
+    /* A tenant within its guarantee gives up its own only where nobody else can give. */
+    bool others_due = choice->due && giver.claim == CLAIM_OVER;
+    if (own && !(others_due && any_slab_find(cache, group, tier, want, true, &giver))) {
         choose_own(choice, &victim);
         return;
     }
-    if (!is_alone(cache) && any_slab_find(cache, group, tier, want, &giver)) {
+    if (own) {
+        choose_slab(choice, giver.shifts ? KVK_ROOM_COMPACT : KVK_ROOM_VACATE, giver.group,
+                    giver.slab);
+        return;
+    }
+    if (!is_alone(cache) && any_slab_find(cache, group, tier, want, false, &giver)) {
         choose_slab(choice, giver.shifts ? KVK_ROOM_COMPACT : KVK_ROOM_VACATE, giver.group,
                     giver.slab);
         return;
@@ -523,9 +573,80 @@ static void choose_victim(struct kvk_cache *cache, struct kvk_group *group, enum
     choose_waiting(cache, tier, choice);
 }
 
+/* ---- A tenant's own limit ---- */
+
+/* Groups that are asked for a victim, per victim, on average: all of a tenant that has few, or all
+ * of it once in a while. */
+#define LIMIT_GROUPS 8
+
+/* The least worth of all groups of the tenant, or of the group that had it a few victims ago. */
+static struct victim limit_victim(struct kvk_cache *cache, struct kvk_tenant_state *state,
+                                  enum kvk_tier tier, struct kvk_group **from)
+{
+    struct victim least = {.block = KVK_BLOCK_NONE};
+    *from = state->limit_group[tier];
+    if (state->limit_evictions_left[tier] > 0 && *from != NULL) {
+        least = own_victim(cache, *from, tier);
+        if (least.block != KVK_BLOCK_NONE) {
+            state->limit_evictions_left[tier]--;
+            return least;
+        }
+    }
+    for (const struct kvk_space *space = state->spaces; space != NULL; space = space->tenant_next) {
+        for (uint32_t g = 0; g < space->group_count; g++) {
+            if (!space->groups[g]->tiers[tier].present) {
+                continue;
+            }
+            struct victim victim = own_victim(cache, space->groups[g], tier);
+            if (victim.block != KVK_BLOCK_NONE &&
+                (least.block == KVK_BLOCK_NONE || victim.score < least.score)) {
+                least = victim;
+                *from = space->groups[g];
+            }
+        }
+    }
+    state->limit_group[tier] = *from;
+    state->limit_evictions_left[tier] = state->group_count / LIMIT_GROUPS;
+    return least;
+}
+
+void kvk_room_choose_own(struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                         enum kvk_tier tier, struct kvk_room_choice *choice)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    struct kvk_tenant_state *state = kvk_tenant_state_of(cache, tenant);
+    struct kvk_group *from;
+    *choice = (struct kvk_room_choice){.step = KVK_ROOM_LIMIT, .victim = KVK_BLOCK_NONE};
+    struct victim victim = limit_victim(cache, state, tier, &from);
+    if (victim.block != KVK_BLOCK_NONE) {
+        choose_own(choice, &victim);
+        choice->giver = from;
+        choice->by_limit = true;
+    }
+}
+
+/* The tenant's limit first: true where it decides. */
+static bool choose_limit(struct kvk_cache *cache, const struct kvk_group *group, enum kvk_tier tier,
+                         struct kvk_room_choice *choice)
+{
+    const struct kvk_tenant *tenant = group->space->tenant;
+    if (!kvk_quota_is_full(cache, tenant, tier, group->block_bytes)) {
+        return false;
+    }
+    if (kvk_tenant_state_of(cache, tenant)->quota.over_quota == KVK_OVER_QUOTA_REFUSE) {
+        *choice = (struct kvk_room_choice){.step = KVK_ROOM_LIMIT, .victim = KVK_BLOCK_NONE};
+    } else {
+        kvk_room_choose_own(cache, tenant, tier, choice);
+    }
+    return true;
+}
+
 void kvk_room_choose(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
                      const struct kvk_room_want *want, struct kvk_room_choice *choice)
 {
+    if (group->tiers[tier].present && choose_limit(cache, group, tier, choice)) {
+        return;
+    }
     if (group->tiers[tier].present && kvk_room_free_slots(group, tier) > 0) {
         *choice = (struct kvk_room_choice){.step = KVK_ROOM_TAKE, .victim = KVK_BLOCK_NONE};
         return;
@@ -539,11 +660,15 @@ void kvk_room_choose_more(struct kvk_cache *cache, struct kvk_group *group, enum
     KVK_ASSERT(kvk_lock_held(&cache->lock));
     struct kvk_group_tier *at = &group->tiers[tier];
     *choice = (struct kvk_room_choice){.step = KVK_ROOM_NOTHING, .victim = KVK_BLOCK_NONE};
+    if (at->present && choose_limit(cache, group, tier, choice)) {
+        return;
+    }
     if (!at->present || choose_budget(cache, group, tier, choice)) {
         return;
     }
+    choice->due = kvk_quota_is_due(cache, group->space->tenant, tier, group->block_bytes);
     /* Looking at all groups is for once in a slab's worth of victims. */
-    if (at->own_evictions_left > 0) {
+    if (at->own_evictions_left > 0 && (at->own_evictions_due || !choice->due)) {
         struct victim victim = own_victim(cache, group, tier);
         if (victim.block != KVK_BLOCK_NONE) {
             choose_own(choice, &victim);

@@ -2,11 +2,13 @@
  * How room is made in a tier, one slot at a time: room_choose.c decides what comes next and changes
  * nothing, room.c does what can be done at once, room_make.c what needs the lock dropped.
  *
- * The order: a free slot; a slab from the pool's budget; a slab that stands empty elsewhere; then a
- * victim. Free memory comes before any victim, so that a pool of n slots holds n blocks. Of
- * victims, those of tenants above their equal share go first, then the asking group's own (or those
- * of another group of its tenant that are worth less), and somebody else's only where nothing else
- * can go. Another group's slots are of another size, so it gives a whole slab.
+ * The order: first what the tenant's limit asks for, a victim of its own where it is reached; a
+ * free slot; a slab from the pool's budget; a slab that stands empty elsewhere; then a victim. Free
+ * memory comes before any victim, so that a pool of n slots holds n blocks. Of victims, those of
+ * tenants above their fair share go first, then the asking group's own (or those of another group
+ * of its tenant that are worth less), and somebody else's only where nothing else can go; never
+ * those of another tenant within its guarantee. For a tenant within its own guarantee whoever is
+ * above his gives first. Another group's slots are of another size, so it gives a whole slab.
  *
  * Locking: all of it needs cache.lock; *_drops give it up in between.
  */
@@ -28,6 +30,7 @@ enum kvk_room_step {
     KVK_ROOM_COMPACT,   /* `giver` gives `slab`, whose blocks move to slots of its victims first */
     KVK_ROOM_PUNCH,     /* a slab that was given up waits to be punched out */
     KVK_ROOM_WAIT,      /* copies under way will free something */
+    KVK_ROOM_LIMIT,     /* the tenant's limit is reached, and nothing of its own may go */
     KVK_ROOM_NOTHING,
 };
 
@@ -36,8 +39,10 @@ struct kvk_room_choice {
     uint32_t place;
     uint32_t victim;
     enum kvk_tier victim_tier;
-    struct kvk_group *giver;
+    struct kvk_group *giver; /* for its tenant's limit: also the group to demote from */
     uint32_t slab;
+    bool by_limit; /* the victim goes since its tenant's limit is reached */
+    bool due;      /* chosen for a tenant within its guarantee */
 };
 
 /* ---- room_choose.c ---- */
@@ -49,6 +54,11 @@ void kvk_room_choose(struct kvk_cache *cache, struct kvk_group *group, enum kvk_
 /* The same where the slots that are free do not suffice. */
 void kvk_room_choose_more(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
                           const struct kvk_room_want *want, struct kvk_room_choice *choice);
+
+/* The least worth of the tenant's own in the tier, for its limit: KVK_ROOM_EVICT, KVK_ROOM_DEMOTE
+ * (from `giver`), or KVK_ROOM_LIMIT where it has none. */
+void kvk_room_choose_own(struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                         enum kvk_tier tier, struct kvk_room_choice *choice);
 
 /* Must `block` be copied to the host tier before it may leave the device? */
 bool kvk_room_is_dirty(const struct kvk_group *group, const struct kvk_block *block);
@@ -94,6 +104,11 @@ KVK_CHECKED enum kvk_status kvk_room_compact_drops(struct kvk_cache *cache, stru
                                                    struct kvk_error *error);
 
 /* ---- room_make.c ---- */
+
+/* Demote `count` of the group's device victims, for its tenant's limit. */
+KVK_CHECKED enum kvk_status kvk_room_demote_own_drops(struct kvk_cache *cache,
+                                                      struct kvk_group *group, uint32_t count,
+                                                      struct kvk_error *error);
 
 /* Demote up to `count` of the group's device victims and free their slots there. KVK_EXHAUSTED: the
  * host tier has no room, or the queue of copies is full. */

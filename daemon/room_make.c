@@ -319,6 +319,19 @@ static enum kvk_status vacate_drops(struct kvk_cache *cache, struct kvk_group *g
     return status;
 }
 
+/* For its tenant's limit: the group stays meanwhile. */
+enum kvk_status kvk_room_demote_own_drops(struct kvk_cache *cache, struct kvk_group *group,
+                                          uint32_t count, struct kvk_error *error)
+{
+    uint32_t demoted;
+    struct kvk_space *space = group->space;
+    space->reference_count++;
+    enum kvk_status status = kvk_room_demote_drops(cache, group, count, false, &demoted, error);
+    kvk_tenant_state_of(cache, space->tenant)->usage.limit_evictions += demoted;
+    space->reference_count--;
+    return status;
+}
+
 /* ---- One step ---- */
 
 /* Until something was freed, or a little while. Without threads nobody would end the waiting. */
@@ -358,6 +371,9 @@ static enum kvk_status step_drops(struct kvk_cache *cache, struct kvk_group *gro
         }
         return hand_over_drops(cache, group, tier, choice.giver, choice.slab);
     case KVK_ROOM_DEMOTE:
+        if (choice.by_limit) { /* no more of its own than needed */
+            return kvk_room_demote_own_drops(cache, choice.giver, count, error);
+        }
         count = count < DEMOTE_COUNT_MIN ? DEMOTE_COUNT_MIN : count;
         return kvk_room_demote_drops(cache, group, count, false, &demoted, error);
     case KVK_ROOM_VACATE:
@@ -371,6 +387,7 @@ static enum kvk_status step_drops(struct kvk_cache *cache, struct kvk_group *gro
         return KVK_OK;
     case KVK_ROOM_WAIT:
         return wait_drops(cache, caller);
+    case KVK_ROOM_LIMIT:
     case KVK_ROOM_NOTHING:
         break;
     }
@@ -397,11 +414,20 @@ static enum kvk_status check_patience_drops(struct kvk_cache *cache,
                      : KVK_OK;
 }
 
+/* Slots of the group that are missing, or that the tenant's limit has no room for; `left_bytes` of
+ * it are left for this group and those after it. */
 static uint64_t shortage(const struct kvk_space *space, const struct kvk_room_want *want,
-                         uint32_t g)
+                         uint32_t g, uint64_t *left_bytes)
 {
-    uint32_t free_slots = kvk_room_free_slots(space->groups[g], want->tier);
-    return want->counts[g] > free_slots ? want->counts[g] - free_slots : 0;
+    const struct kvk_group *group = space->groups[g];
+    uint64_t has = kvk_room_free_slots(group, want->tier);
+    uint64_t allowed = *left_bytes / group->block_bytes;
+    has = allowed < has ? allowed : has;
+    uint64_t wanted_bytes = want->counts[g] * group->block_bytes;
+    if (*left_bytes != UINT64_MAX) {
+        *left_bytes -= wanted_bytes < *left_bytes ? wanted_bytes : *left_bytes;
+    }
+    return want->counts[g] > has ? want->counts[g] - has : 0;
 }
 
 /* Which statuses of a step mean that there is no way on? A failed copy is told as it is. */
@@ -431,12 +457,13 @@ enum kvk_status kvk_room_make_drops(struct kvk_cache *cache, struct kvk_space *s
     KVK_ASSERT(caller->may_block);
     space->reference_count++;
     enum kvk_status status = check_patience_drops(cache, caller, error);
+    uint64_t left_bytes = kvk_quota_left(cache, space->tenant, want->tier);
     for (uint32_t g = 0; g < space->group_count && status == KVK_OK; g++) {
         struct kvk_group *group = space->groups[g];
         if (want->counts[g] == 0 || !group->tiers[want->tier].present) {
             continue;
         }
-        uint64_t missing = shortage(space, want, g);
+        uint64_t missing = shortage(space, want, g, &left_bytes);
         if (missing == 0) {
             continue;
         }

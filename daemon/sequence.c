@@ -124,6 +124,11 @@ enum kvk_status kvk_sequence_link(struct kvk_cache *cache, struct kvk_sequence *
                                   struct kvk_instance *instance, struct kvk_space *space,
                                   struct kvk_error *error)
 {
+    struct kvk_tenant_state *tenant = kvk_tenant_state_of(cache, space->tenant);
+    enum kvk_status status = kvk_quota_check_count(tenant, true, error);
+    if (status != KVK_OK) {
+        return status;
+    }
     sequence->id = kvk_cache_new_id(cache);
     if (kvk_table_put(&cache->sequence_table, sequence->id, sequence) != KVK_OK) {
         kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "sequences",
@@ -142,6 +147,7 @@ enum kvk_status kvk_sequence_link(struct kvk_cache *cache, struct kvk_sequence *
     }
     instance->sequences = sequence;
     instance->sequence_count++;
+    tenant->sequences++;
     space->reference_count++;
     return KVK_OK;
 }
@@ -162,6 +168,7 @@ static void sequence_unlink(struct kvk_cache *cache, struct kvk_sequence *sequen
     }
     KVK_ASSERT(instance->sequence_count > 0);
     instance->sequence_count--;
+    kvk_tenant_state_of(cache, sequence->space->tenant)->sequences--;
     KVK_ASSERT(sequence->space->reference_count > 0);
     sequence->space->reference_count--;
 }
@@ -240,9 +247,8 @@ uint64_t kvk_sequence_growth_bytes(const struct kvk_space *space, uint64_t lengt
 void kvk_sequence_keep_growth(struct kvk_cache *cache, struct kvk_sequence *sequence,
                               uint64_t bytes)
 {
-    struct kvk_tier_state *tier = &cache->tiers[sequence->home];
-    KVK_ASSERT(tier->growth_bytes >= sequence->growth_bytes);
-    tier->growth_bytes = tier->growth_bytes - sequence->growth_bytes + bytes;
+    kvk_quota_growth_change(cache, sequence->space->tenant, sequence->home, sequence->growth_bytes,
+                            bytes);
     sequence->growth_bytes = bytes;
 }
 

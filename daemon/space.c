@@ -217,6 +217,7 @@ static void space_unlink(struct kvk_cache *cache, struct kvk_space *space)
         link = &(*link)->next;
     }
     *link = space->next;
+    kvk_quota_space_unlink(cache, space);
     void *known = kvk_table_remove(&cache->space_table, space->id);
     KVK_ASSERT(known == space);
     for (uint32_t i = 0; i < space->group_count; i++) {
@@ -300,6 +301,7 @@ static void space_link(struct kvk_cache *cache, struct kvk_space *space)
     KVK_ASSERT(status == KVK_OK); /* the place was taken before */
     space->next = cache->spaces;
     cache->spaces = space;
+    kvk_quota_space_link(cache, space);
     capacity_learn(cache, space);
 }
 

@@ -62,7 +62,7 @@ Test(base_status, every_value_has_a_name_of_its_own)
                               kvk_status_name((enum kvk_status)j));
         }
     }
-    for (int i = KVK_CAUSE_NONE; i <= KVK_CAUSE_BUSY; i++) {
+    for (int i = KVK_CAUSE_NONE; i <= KVK_CAUSE_SWITCHED_OFF; i++) {
         cr_assert_str_neq(kvk_cause_name((enum kvk_cause)i), "unknown", "cause %d", i);
         for (int j = KVK_CAUSE_NONE; j < i; j++) {
             cr_assert_str_neq(kvk_cause_name((enum kvk_cause)i), kvk_cause_name((enum kvk_cause)j));
