@@ -26,13 +26,9 @@ enum kvk_status kvk_scope_init(const struct kvk_cache *cache, const struct kvk_c
         return kvk_credential_tenant(caller->credential, tenant.data, tenant.size, &scope->tenant,
                                      error);
     }
-    for (uint32_t i = 0; i < kvk_tenants_count(cache->tenants); i++) {
-        const struct kvk_tenant *known = kvk_tenants_get(cache->tenants, i);
-        if (strlen(known->name) == tenant.size &&
-            memcmp(known->name, tenant.data, tenant.size) == 0) {
-            scope->tenant = known;
-            return KVK_OK;
-        }
+    scope->tenant = kvk_tenants_find_name(cache->tenants, tenant.data, tenant.size);
+    if (scope->tenant != NULL) {
+        return KVK_OK;
     }
     return kvk_fail(error, KVK_NOT_FOUND, KVK_CAUSE_NONE, "tenant", "no such tenant");
 }
@@ -68,7 +64,8 @@ static uint64_t own_used_bytes(const struct kvk_cache *cache, const struct kvk_s
 {
     uint64_t used_bytes = 0;
     for (uint32_t i = 0; i < kvk_tenants_count(cache->tenants); i++) {
-        if (kvk_scope_sees(scope, kvk_tenants_get(cache->tenants, i))) {
+        const struct kvk_tenant *tenant = kvk_tenants_get(cache->tenants, i);
+        if (tenant != NULL && kvk_scope_sees(scope, tenant)) {
             used_bytes += tier->tenant_bytes[i];
         }
     }

@@ -106,7 +106,7 @@ struct figures {
     uint64_t transfers;
     uint64_t instances;
     uint64_t sessions;
-    struct tenant_figures *tenants; /* [tenant_count], ours */
+    struct tenant_figures *tenants; /* [KVK_TENANT_COUNT_MAX], ours */
 };
 
 static void figures_take(struct kvk_cache *cache, struct figures *figures)
@@ -239,8 +239,10 @@ static void visit_tenants(const struct visitor *visitor, const struct kvk_cache 
 
     for (uint32_t i = 0; i < kvk_tenants_count(cache->tenants) && rows < TENANT_ROWS_MAX; i++) {
         const struct tenant_figures *tenant = &figures->tenants[i];
-        const char *name = kvk_tenants_get(cache->tenants, i)->name;
-        if (tenant->instances == 0 && tenant->bytes[0] == 0 && tenant->bytes[1] == 0) {
+        const struct kvk_tenant *known = kvk_tenants_get(cache->tenants, i);
+        const char *name = known != NULL ? known->name : "";
+        bool idle = tenant->instances == 0 && tenant->bytes[0] == 0 && tenant->bytes[1] == 0;
+        if (known == NULL || idle) {
             continue;
         }
         rows++;
@@ -264,7 +266,7 @@ void kvk_report_stats(struct kvk_cache *cache,
 
     _Static_assert(KVK_MEMORY_TIER_COUNT == 2,
                    "tier_names, and the test for a tenant without bytes");
-    figures.tenants = calloc(kvk_tenants_count(cache->tenants), sizeof(figures.tenants[0]));
+    figures.tenants = calloc(KVK_TENANT_COUNT_MAX, sizeof(figures.tenants[0]));
     if (figures.tenants == NULL) {
         kvk_log(KVK_LOG_WARNING, "stats_dropped", "reason=memory");
         return;

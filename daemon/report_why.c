@@ -85,7 +85,7 @@ static const struct kvk_tenant *largest_tenant(const struct kvk_cache *cache,
     for (uint32_t i = 0; i < kvk_tenants_count(cache->tenants); i++) {
         const struct kvk_tenant *tenant = kvk_tenants_get(cache->tenants, i);
         uint64_t bytes = cache->tiers[tier].tenant_bytes[i];
-        if (bytes > most && kvk_scope_sees(scope, tenant)) {
+        if (tenant != NULL && bytes > most && kvk_scope_sees(scope, tenant)) {
             most = bytes;
             found = tenant;
         }

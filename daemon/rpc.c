@@ -223,7 +223,7 @@ size_t kvk_rpc_fill_tables(struct kvk_rpc_tables *target, const struct kvk_table
 }
 
 /* The causes travel by number. */
-_Static_assert((int)KVK_CAUSE_BUSY == (int)KVKEEP__V1__CAUSE__CAUSE_BUSY &&
+_Static_assert((int)KVK_CAUSE_SWITCHED_OFF == (int)KVKEEP__V1__CAUSE__CAUSE_SWITCHED_OFF &&
                    (int)KVK_CAUSE_LENGTH_MISMATCH == (int)KVKEEP__V1__CAUSE__CAUSE_LENGTH_MISMATCH,
                "the API's causes are those of base/status.h");
 

@@ -24,7 +24,7 @@ struct kvk_rpc;
 
 struct kvk_rpc_options {
     const struct kvk_config *config; /* borrowed for the life of the rpc, as is all below */
-    const struct kvk_tenants *tenants;
+    struct kvk_tenants *tenants;
     struct kvk_clock *clock; /* NULL: monotonic */
     const char *side_path;   /* of the side socket; NULL or "": none */
 };

@@ -71,7 +71,7 @@ struct kvk_rpc_sessions {
 
 struct kvk_rpc {
     const struct kvk_config *config;
-    const struct kvk_tenants *tenants;
+    struct kvk_tenants *tenants;
     struct kvk_clock *clock;
     struct kvk_cache *cache;   /* from kvk_rpc_attach() on */
     struct kvk_server *server; /* likewise */

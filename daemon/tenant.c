@@ -2,257 +2,319 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
-
-#include <openssl/evp.h>
 
 #include "base/assert.h"
 #include "base/bytes.h"
+#include "base/log.h"
 #include "base/random.h"
+#include "base/unicode.h"
+#include "daemon/tenant_internal.h"
 
-#define DIGEST_SIZE 32
+_Static_assert(KVK_NAME_SIZE == KVK_CATALOGUE_NAME_SIZE, "names are stored as they are");
+_Static_assert(sizeof(((struct kvk_tenant_record *)0)->secret) == KVK_SECRET_SIZE, "likewise");
 
-/* How a credential is recognised; beside the credential, which calls carry around. */
-struct proof {
-    uint8_t digest[DIGEST_SIZE]; /* SHA-256 of the token, so that lengths do not show either */
-    bool has_token;
-    uint32_t uids[16]; /* [uid_count] */
-    uint32_t uid_count;
-};
-
-struct kvk_tenants {
-    struct kvk_tenant *tenants; /* [tenant_count], ours */
-    uint32_t tenant_count;
-    struct kvk_credential *credentials; /* [credential_count], ours */
-    struct proof *proofs;               /* [credential_count], ours */
-    uint32_t credential_count;
-    /* Whoever comes over TCP without a token, where the configuration says insecure = yes and
-     * knows no credentials; else NULL. One of `credentials`. */
-    const struct kvk_credential *anonymous;
-};
-
-static void token_digest(const uint8_t *token, size_t token_size, uint8_t digest[DIGEST_SIZE])
+static enum kvk_status no_memory(struct kvk_error *error)
 {
-    unsigned size = 0;
-    int result = EVP_Digest(token, token_size, digest, &size, EVP_sha256(), NULL);
-    KVK_ASSERT(result == 1);
-    KVK_ASSERT(size == DIGEST_SIZE);
+    return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for the table of tenants");
 }
 
-static void tenant_init(struct kvk_tenant *tenant, uint32_t index, const char *name)
+uint64_t kvk_wall_seconds(void)
 {
-    uint8_t secret[KVK_SECRET_SIZE];
+    struct timespec now;
+    int result = clock_gettime(CLOCK_REALTIME, &now);
+    KVK_ASSERT(result == 0);
+    return now.tv_sec > 0 ? (uint64_t)now.tv_sec : 0;
+}
 
-    KVK_ASSERT(tenant != NULL);
-    /* Both are of KVK_NAME_SIZE and end with a NUL. */
-    memcpy(tenant->name, name, strlen(name) + 1);
+/* ---- What may change ---- */
+
+enum kvk_tenant_mode kvk_tenant_mode(const struct kvk_tenant *tenant)
+{
+    return (enum kvk_tenant_mode)atomic_load_explicit(&tenant->mode, memory_order_relaxed);
+}
+
+bool kvk_tenant_may_publish(const struct kvk_tenant *tenant)
+{
+    return atomic_load_explicit(&tenant->may_publish, memory_order_relaxed);
+}
+
+bool kvk_tenant_is_leaving(const struct kvk_tenant *tenant)
+{
+    return atomic_load_explicit(&tenant->leaving, memory_order_acquire);
+}
+
+uint32_t kvk_tenant_quota_version(const struct kvk_tenant *tenant)
+{
+    return atomic_load_explicit(&tenant->quota_version, memory_order_acquire);
+}
+
+void kvk_tenant_quota(const struct kvk_tenant *tenant, struct kvk_tenant_quota *quota)
+{
+    uint64_t words[KVK_TENANT_QUOTA_WORDS];
+    uint32_t before;
+    uint32_t after;
+    do {
+        before = atomic_load(&tenant->quota_version);
+        for (size_t i = 0; i < KVK_TENANT_QUOTA_WORDS; i++) {
+            words[i] = atomic_load(&tenant->quota[i]);
+        }
+        after = atomic_load(&tenant->quota_version);
+    } while (before != after || before % 2 != 0);
+    memcpy(quota, words, sizeof(*quota));
+}
+
+enum kvk_status kvk_tenant_check(const struct kvk_tenant *tenant, struct kvk_error *error)
+{
+    if (kvk_tenant_is_leaving(tenant)) {
+        return kvk_fail(error, KVK_PERMISSION, KVK_CAUSE_SWITCHED_OFF, "tenant",
+                        "the tenant is being deleted");
+    }
+    if (kvk_tenant_mode(tenant) == KVK_TENANT_OFF) {
+        return kvk_fail(error, KVK_PERMISSION, KVK_CAUSE_SWITCHED_OFF, "tenant",
+                        "the tenant is switched off");
+    }
+    return KVK_OK;
+}
+
+void kvk_tenant_publish(struct kvk_tenant_entry *entry)
+{
+    struct kvk_tenant *tenant = &entry->tenant;
+    uint64_t words[KVK_TENANT_QUOTA_WORDS];
+    memcpy(words, &entry->record.quota, sizeof(words));
+    atomic_fetch_add(&tenant->quota_version, 1);
+    for (size_t i = 0; i < KVK_TENANT_QUOTA_WORDS; i++) {
+        atomic_store(&tenant->quota[i], words[i]);
+    }
+    atomic_fetch_add(&tenant->quota_version, 1);
+    atomic_store_explicit(&tenant->mode, entry->record.mode, memory_order_relaxed);
+    atomic_store_explicit(&tenant->may_publish, entry->record.may_publish, memory_order_relaxed);
+    atomic_store_explicit(&tenant->leaving, entry->record.forgetting, memory_order_release);
+}
+
+/* ---- One change at a time ---- */
+
+void kvk_tenants_change_begin(struct kvk_tenants *tenants)
+{
+    kvk_lock(&tenants->lock);
+    while (tenants->changing) {
+        (void)kvk_condition_wait(&tenants->changed, &tenants->lock, UINT64_MAX);
+    }
+    tenants->changing = true;
+    kvk_unlock(&tenants->lock);
+}
+
+void kvk_tenants_change_end(struct kvk_tenants *tenants)
+{
+    kvk_lock(&tenants->lock);
+    KVK_ASSERT(tenants->changing);
+    tenants->changing = false;
+    (void)pthread_cond_signal(&tenants->changed);
+    kvk_unlock(&tenants->lock);
+}
+
+static enum kvk_status life_take(struct kvk_tenants *tenants, struct kvk_error *error)
+{
+    if (tenants->lives >= KVK_TENANT_LIVES_MAX) {
+        return kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "", tenants->lives,
+                              KVK_TENANT_LIVES_MAX,
+                              "%d tenants and credentials were made since the daemon started: "
+                              "restart it to make more",
+                              KVK_TENANT_LIVES_MAX);
+    }
+    tenants->lives++;
+    return KVK_OK;
+}
+
+/* ---- Tenants ---- */
+
+static void tenant_init(struct kvk_tenant_entry *entry, const struct kvk_tenant_record *record,
+                        uint32_t index, bool configured)
+{
+    struct kvk_tenant *tenant = &entry->tenant;
+    entry->record = *record;
+    memcpy(tenant->name, record->name, sizeof(tenant->name));
+    tenant->id = record->id;
     tenant->index = index;
-    tenant->id = UINT64_C(1) + index;
-    kvk_random_secret(secret, sizeof(secret));
-    kvk_hasher_init(&tenant->hasher, secret);
-    kvk_secret_wipe(secret, sizeof(secret));
+    tenant->configured = configured;
+    tenant->created_s = record->created_s;
+    kvk_hasher_init(&tenant->hasher, record->secret);
     tenant->hasher_constant = tenant->hasher;
     tenant->hasher_constant.constant = true;
+    kvk_tenant_publish(entry);
 }
 
-static enum kvk_status tables_alloc(struct kvk_tenants *tenants, uint32_t tenant_count,
-                                    uint32_t credential_count, struct kvk_error *error)
+/* The place that was free for longest would be best; the first will do, for all of a tenant is gone
+ * before its place is free. */
+static uint32_t free_index(const struct kvk_tenants *tenants)
 {
-    tenants->tenants = calloc(tenant_count, sizeof(tenants->tenants[0]));
-    tenants->credentials = calloc(credential_count, sizeof(tenants->credentials[0]));
-    tenants->proofs = calloc(credential_count, sizeof(tenants->proofs[0]));
-    if (tenants->tenants == NULL || tenants->credentials == NULL || tenants->proofs == NULL) {
-        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "",
-                        "no memory for the table of tenants");
+    for (uint32_t i = 0; i < KVK_TENANT_COUNT_MAX; i++) {
+        if (atomic_load(&tenants->by_index[i]) == NULL) {
+            return i;
+        }
     }
-    tenants->tenant_count = tenant_count;
-    tenants->credential_count = credential_count;
-    return KVK_OK;
+    return UINT32_MAX;
 }
 
-/* No table: one tenant for the daemon's own user, and for nobody over TCP unless said so. */
-static enum kvk_status create_default(const struct kvk_config *config, struct kvk_tenants *tenants,
-                                      struct kvk_error *error)
+enum kvk_status kvk_tenants_enter(struct kvk_tenants *tenants,
+                                  const struct kvk_tenant_record *record, bool configured,
+                                  struct kvk_tenant_entry **entry, struct kvk_error *error)
 {
-    enum kvk_status status = tables_alloc(tenants, 1, 2, error);
+    uint32_t index = free_index(tenants);
+    if (index == UINT32_MAX) {
+        return kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "name", KVK_TENANT_COUNT_MAX,
+                              KVK_TENANT_COUNT_MAX, "there are %d tenants, and no more can be",
+                              KVK_TENANT_COUNT_MAX);
+    }
+    enum kvk_status status = life_take(tenants, error);
     if (status != KVK_OK) {
         return status;
     }
-    tenant_init(&tenants->tenants[0], 0, "default");
-    struct kvk_credential *own = &tenants->credentials[0];
-    *own = (struct kvk_credential){
-        .name = "default", .tenants = {&tenants->tenants[0]}, .tenant_count = 1, .admin = true};
-    tenants->proofs[0] = (struct proof){.uids = {(uint32_t)geteuid()}, .uid_count = 1};
-
-    struct kvk_credential *anonymous = &tenants->credentials[1];
-    *anonymous = (struct kvk_credential){
-        .name = "anonymous", .tenants = {&tenants->tenants[0]}, .tenant_count = 1};
-    if (config->tcp_insecure) {
-        tenants->anonymous = anonymous;
+    struct kvk_tenant_entry *made = calloc(1, sizeof(*made));
+    if (made == NULL) {
+        return no_memory(error);
     }
+    tenant_init(made, record, index, configured);
+    made->next = tenants->tenant_lives;
+    tenants->tenant_lives = made;
+    atomic_store(&tenants->by_index[index], made);
+    atomic_fetch_add(&tenants->tenant_count, 1);
+    if (index >= atomic_load(&tenants->tenant_end)) {
+        atomic_store(&tenants->tenant_end, index + 1);
+    }
+    *entry = made;
     return KVK_OK;
 }
 
-static void credential_init(struct kvk_tenants *tenants, uint32_t index,
-                            const struct kvk_credential_config *config)
+void kvk_tenants_leave(struct kvk_tenants *tenants, struct kvk_tenant_entry *entry)
 {
-    struct kvk_credential *credential = &tenants->credentials[index];
-    struct proof *proof = &tenants->proofs[index];
-
-    _Static_assert(sizeof(proof->uids) == sizeof(config->uids), "as many uids");
-    _Static_assert(sizeof(credential->tenants) / sizeof(credential->tenants[0]) ==
-                       sizeof(config->tenants) / sizeof(config->tenants[0]),
-                   "as many tenants");
-    memcpy(credential->name, config->name, sizeof(credential->name));
-    credential->admin = config->admin;
-    for (uint32_t i = 0; i < config->tenant_count; i++) {
-        KVK_ASSERT(config->tenants[i] < tenants->tenant_count);
-        credential->tenants[i] = &tenants->tenants[config->tenants[i]];
-    }
-    credential->tenant_count = config->tenant_count;
-
-    size_t token_size = strlen(config->token);
-    if (token_size > 0) {
-        token_digest((const uint8_t *)config->token, token_size, proof->digest);
-        proof->has_token = true;
-    }
-    memcpy(proof->uids, config->uids, sizeof(proof->uids));
-    proof->uid_count = config->uid_count;
+    uint32_t index = entry->tenant.index;
+    KVK_ASSERT(atomic_load(&tenants->by_index[index]) == entry);
+    atomic_store(&entry->tenant.leaving, true);
+    kvk_secret_wipe(entry->record.secret, sizeof(entry->record.secret));
+    atomic_store(&tenants->by_index[index], NULL);
+    atomic_fetch_sub(&tenants->tenant_count, 1);
 }
 
-static enum kvk_status create_table(const struct kvk_config *config, struct kvk_tenants *tenants,
-                                    struct kvk_error *error)
+struct kvk_tenant_entry *kvk_tenants_entry(const struct kvk_tenants *tenants, const char *name)
 {
-    enum kvk_status status =
-        tables_alloc(tenants, config->tenant_count, config->credential_count, error);
-    if (status != KVK_OK) {
-        return status;
+    for (uint32_t i = 0; i < kvk_tenants_count(tenants); i++) {
+        struct kvk_tenant_entry *entry = atomic_load(&tenants->by_index[i]);
+        if (entry != NULL && strcmp(entry->tenant.name, name) == 0) {
+            return entry;
+        }
     }
-    for (uint32_t i = 0; i < config->tenant_count; i++) {
-        tenant_init(&tenants->tenants[i], i, config->tenants[i].name);
-    }
-    for (uint32_t i = 0; i < config->credential_count; i++) {
-        credential_init(tenants, i, &config->credentials[i]);
-    }
-    return KVK_OK;
-}
-
-enum kvk_status kvk_tenants_create(const struct kvk_config *config, struct kvk_tenants **tenants,
-                                   struct kvk_error *error)
-{
-    enum kvk_status status = kvk_config_check(config, error);
-    if (status != KVK_OK) {
-        return status;
-    }
-    struct kvk_tenants *table = calloc(1, sizeof(*table));
-    if (table == NULL) {
-        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "",
-                        "no memory for the table of tenants");
-    }
-    status = config->tenant_count == 0 ? create_default(config, table, error)
-                                       : create_table(config, table, error);
-    if (status != KVK_OK) {
-        kvk_tenants_destroy(table);
-        return status;
-    }
-    *tenants = table;
-    return KVK_OK;
-}
-
-void kvk_tenants_destroy(struct kvk_tenants *tenants)
-{
-    if (tenants == NULL) {
-        return;
-    }
-    if (tenants->tenants != NULL) {
-        kvk_secret_wipe(tenants->tenants, tenants->tenant_count * sizeof(tenants->tenants[0]));
-    }
-    free(tenants->tenants);
-    free(tenants->credentials);
-    free(tenants->proofs);
-    free(tenants);
+    return NULL;
 }
 
 uint32_t kvk_tenants_count(const struct kvk_tenants *tenants)
 {
-    return tenants->tenant_count;
+    return atomic_load(&tenants->tenant_end);
 }
 
 const struct kvk_tenant *kvk_tenants_get(const struct kvk_tenants *tenants, uint32_t index)
 {
-    KVK_ASSERT(index < tenants->tenant_count);
-    return &tenants->tenants[index];
+    KVK_ASSERT(index < KVK_TENANT_COUNT_MAX);
+    const struct kvk_tenant_entry *entry = atomic_load(&tenants->by_index[index]);
+    return entry == NULL ? NULL : &entry->tenant;
 }
 
 const struct kvk_tenant *kvk_tenants_find(const struct kvk_tenants *tenants, uint64_t id)
 {
-    for (uint32_t i = 0; i < tenants->tenant_count; i++) {
-        if (tenants->tenants[i].id == id) {
-            return &tenants->tenants[i];
+    for (uint32_t i = 0; i < kvk_tenants_count(tenants); i++) {
+        const struct kvk_tenant *tenant = kvk_tenants_get(tenants, i);
+        if (tenant != NULL && tenant->id == id) {
+            return tenant;
         }
     }
     return NULL;
 }
 
-/* ---- Who is it? ---- */
-
-/* Every credential is compared, whichever matches, so that time tells nothing. */
-static const struct kvk_credential *find_token(const struct kvk_tenants *tenants,
-                                               const uint8_t *token, size_t token_size)
+const struct kvk_tenant *kvk_tenants_find_name(const struct kvk_tenants *tenants, const void *name,
+                                               size_t name_size)
 {
-    uint8_t digest[DIGEST_SIZE];
-    uint32_t found = UINT32_MAX;
-
-    token_digest(token, token_size, digest);
-    for (uint32_t i = 0; i < tenants->credential_count; i++) {
-        uint32_t equal = kvk_secret_equal(digest, tenants->proofs[i].digest, DIGEST_SIZE) &
-                         tenants->proofs[i].has_token;
-        uint32_t mask = 0u - equal;
-        found = (found & ~mask) | (i & mask);
+    char normal[KVK_NAME_SIZE];
+    if (kvk_name_normalise(name, name_size, "tenant", normal, sizeof(normal), NULL) != KVK_OK) {
+        return NULL;
     }
-    return found == UINT32_MAX ? NULL : &tenants->credentials[found];
+    const struct kvk_tenant_entry *entry = kvk_tenants_entry(tenants, normal);
+    return entry == NULL ? NULL : &entry->tenant;
 }
 
-static const struct kvk_credential *find_uid(const struct kvk_tenants *tenants, uint32_t uid)
+/* ---- Credentials ---- */
+
+static struct kvk_tenant_entry *entry_of_id(const struct kvk_tenants *tenants, uint64_t id)
 {
-    for (uint32_t i = 0; i < tenants->credential_count; i++) {
-        for (uint32_t j = 0; j < tenants->proofs[i].uid_count; j++) {
-            if (tenants->proofs[i].uids[j] == uid) {
-                return &tenants->credentials[i];
-            }
+    for (uint32_t i = 0; i < kvk_tenants_count(tenants); i++) {
+        struct kvk_tenant_entry *entry = atomic_load(&tenants->by_index[i]);
+        if (entry != NULL && entry->tenant.id == id) {
+            return entry;
         }
     }
     return NULL;
 }
 
-enum kvk_status kvk_tenants_authenticate(const struct kvk_tenants *tenants, const uint8_t *token,
-                                         size_t token_size, bool local, uint32_t uid,
-                                         const struct kvk_credential **credential,
-                                         struct kvk_error *error)
+/* Kept as time of day, for the daemon may be away meanwhile; counted on the clock that nobody sets
+ * back. */
+static uint64_t expiry_on_clock(const struct kvk_tenants *tenants, uint64_t expires_s)
 {
-    const struct kvk_credential *found = NULL;
+    if (expires_s == 0) {
+        return UINT64_MAX;
+    }
+    uint64_t wall_s = kvk_wall_seconds();
+    uint64_t now_ns = kvk_clock_now(tenants->clock);
+    if (expires_s <= wall_s) {
+        return now_ns;
+    }
+    uint64_t left_s = expires_s - wall_s;
+    return left_s > UINT32_MAX ? UINT64_MAX : now_ns + left_s * KVK_NS_PER_SECOND;
+}
 
-    if (token != NULL) {
-        found = find_token(tenants, token, token_size);
-        if (found == NULL) {
-            return kvk_fail(error, KVK_UNAUTHENTICATED, KVK_CAUSE_NONE, "authorization",
-                            "the token is not known");
-        }
-    } else if (local) {
-        found = find_uid(tenants, uid);
-        if (found == NULL) {
-            return kvk_fail_limit(error, KVK_UNAUTHENTICATED, KVK_CAUSE_NONE, "authorization", uid,
-                                  0, "no token was sent, and no credential has uid %u", uid);
-        }
-    } else {
-        found = tenants->anonymous;
-        if (found == NULL) {
-            return kvk_fail(error, KVK_UNAUTHENTICATED, KVK_CAUSE_NONE, "authorization",
-                            "no token was sent");
+enum kvk_status kvk_credential_make(struct kvk_tenants *tenants,
+                                    const struct kvk_credential_record *record, bool configured,
+                                    struct kvk_credential_entry **entry, struct kvk_error *error)
+{
+    KVK_ASSERT(record->tenant_count <= KVK_CREDENTIAL_TENANTS_MAX);
+    KVK_ASSERT(record->token_count <= KVK_CREDENTIAL_TOKENS_MAX);
+    enum kvk_status status = life_take(tenants, error);
+    if (status != KVK_OK) {
+        return status;
+    }
+    struct kvk_credential_entry *made = calloc(1, sizeof(*made));
+    if (made == NULL) {
+        return no_memory(error);
+    }
+    made->record = *record;
+    made->configured = configured;
+    made->record.tenant_count = 0;
+    memcpy(made->credential.name, record->name, sizeof(made->credential.name));
+    made->credential.admin = record->admin;
+    for (uint32_t i = 0; i < record->tenant_count; i++) {
+        const struct kvk_tenant_entry *tenant = entry_of_id(tenants, record->tenant_ids[i]);
+        if (tenant != NULL && !tenant->record.forgetting) {
+            made->record.tenant_ids[made->record.tenant_count++] = record->tenant_ids[i];
+            made->credential.tenants[made->credential.tenant_count++] = &tenant->tenant;
         }
     }
-    *credential = found;
+    for (uint32_t i = 0; i < record->token_count; i++) {
+        made->expires_ns[i] = expiry_on_clock(tenants, record->tokens[i].expires_s);
+    }
+    made->next = tenants->credential_lives;
+    tenants->credential_lives = made;
+    *entry = made;
     return KVK_OK;
+}
+
+uint32_t kvk_credential_place(const struct kvk_tenants *tenants, const char *name)
+{
+    uint32_t count = atomic_load(&tenants->credential_count);
+    for (uint32_t i = 0; i < count; i++) {
+        if (strcmp(tenants->credentials[i]->credential.name, name) == 0) {
+            return i;
+        }
+    }
+    return UINT32_MAX;
 }
 
 /* ---- For whom may it act? ---- */
@@ -261,24 +323,24 @@ enum kvk_status kvk_credential_tenant(const struct kvk_credential *credential, c
                                       size_t name_size, const struct kvk_tenant **tenant,
                                       struct kvk_error *error)
 {
+    char normal[KVK_NAME_SIZE];
     if (name_size == 0) {
         if (credential->tenant_count == 0) {
             return kvk_fail(error, KVK_PERMISSION, KVK_CAUSE_NONE, "tenant",
                             "the credential acts for no tenant");
         }
         *tenant = credential->tenants[0];
-        return KVK_OK;
+        return kvk_tenant_check(*tenant, error);
     }
-    if (name_size >= KVK_NAME_SIZE || !kvk_utf8_ok(name, name_size)) {
-        return kvk_fail_limit(error, KVK_INVALID, KVK_CAUSE_FIELD, "tenant", name_size,
-                              KVK_NAME_SIZE - 1, "tenant must be UTF-8 of 1 to %d bytes",
-                              KVK_NAME_SIZE - 1);
+    enum kvk_status status =
+        kvk_name_normalise(name, name_size, "tenant", normal, sizeof(normal), error);
+    if (status != KVK_OK) {
+        return status;
     }
     for (uint32_t i = 0; i < credential->tenant_count; i++) {
-        const char *own = credential->tenants[i]->name;
-        if (strlen(own) == name_size && memcmp(own, name, name_size) == 0) {
+        if (strcmp(credential->tenants[i]->name, normal) == 0) {
             *tenant = credential->tenants[i];
-            return KVK_OK;
+            return kvk_tenant_check(*tenant, error);
         }
     }
     return kvk_fail(error, KVK_PERMISSION, KVK_CAUSE_NOT_OWNER, "tenant",
@@ -293,4 +355,45 @@ bool kvk_credential_allows(const struct kvk_credential *credential, const struct
         }
     }
     return false;
+}
+
+void kvk_tenants_stats(const struct kvk_tenants *tenants, struct kvk_tenants_stats *stats)
+{
+    stats->tenants = atomic_load(&tenants->tenant_count);
+    stats->credentials = atomic_load(&tenants->credential_count);
+    stats->changes = atomic_load(&tenants->changes);
+    stats->identified = atomic_load(&tenants->identified);
+    stats->identify_failures = atomic_load(&tenants->identify_failures);
+}
+
+/* ---- Life ---- */
+
+void kvk_tenants_destroy(struct kvk_tenants *tenants)
+{
+    if (tenants == NULL) {
+        return;
+    }
+    while (tenants->tenant_lives != NULL) {
+        struct kvk_tenant_entry *gone = tenants->tenant_lives;
+        tenants->tenant_lives = gone->next;
+        kvk_secret_wipe(gone, sizeof(*gone));
+        free(gone);
+    }
+    while (tenants->credential_lives != NULL) {
+        struct kvk_credential_entry *gone = tenants->credential_lives;
+        tenants->credential_lives = gone->next;
+        free(gone);
+    }
+    kvk_auth_snapshot_free(tenants->snapshot);
+    (void)pthread_rwlock_destroy(&tenants->snapshot_lock);
+    (void)pthread_cond_destroy(&tenants->changed);
+    kvk_lock_finish(&tenants->lock);
+    free(tenants);
+}
+
+enum kvk_status kvk_tenants_create(const struct kvk_config *config, struct kvk_tenants **tenants,
+                                   struct kvk_error *error)
+{
+    const struct kvk_tenants_options options = {.config = config};
+    return kvk_tenants_open(&options, tenants, error);
 }
