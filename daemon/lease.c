@@ -326,12 +326,13 @@ static enum kvk_status pin_take(struct pinning *pinning, struct kvk_lease *lease
     if (status != KVK_OK) {
         return status;
     }
-    cache->stats.pins++;
-    kvk_prefix_count(cache, space, request->prompt.token_count, tokens, false);
     if (tokens == 0) {
+        cache->stats.pins++;
+        kvk_prefix_count(cache, space, request->prompt.token_count, tokens, false);
         return KVK_OK; /* nothing to hold, nothing to release */
     }
-    kvk_prefix_use(cache, space, &prefix);
+    struct kvk_quota_mark mark;
+    kvk_quota_mark(cache, space->tenant, &mark);
     lease->id = kvk_cache_new_id(cache);
     status = kvk_table_put(&cache->lease_table, lease->id, lease);
     KVK_ASSERT(status == KVK_OK);
@@ -342,8 +343,16 @@ static enum kvk_status pin_take(struct pinning *pinning, struct kvk_lease *lease
     lease->expires_ns = lease->begun_ns + request->ttl_ms * KVK_NS_PER_MS;
     lease_link(cache, lease, pinning->session->instance, space);
     lease_take(cache, lease, (uint32_t)prefix.blocks);
-    pin_answer(cache, lease, reply, tables);
     *used = true;
+    status = kvk_quota_check_holds(cache, space->tenant, &mark, pinning->error);
+    if (status != KVK_OK) {
+        (void)lease_end(cache, lease);
+        return status;
+    }
+    cache->stats.pins++;
+    kvk_prefix_count(cache, space, request->prompt.token_count, tokens, false);
+    kvk_prefix_use(cache, space, &prefix);
+    pin_answer(cache, lease, reply, tables);
     return KVK_OK;
 }
 

@@ -181,6 +181,10 @@ void kvk_prefix_count(struct kvk_cache *cache, struct kvk_space *space, uint64_t
     cache->stats.lookups++;
     cache->stats.lookup_tokens += query_tokens;
     cache->stats.hit_tokens += hit_tokens;
+    struct kvk_tenant_usage *usage = &kvk_tenant_state_of(cache, space->tenant)->usage;
+    usage->lookups++;
+    usage->lookup_tokens += query_tokens;
+    usage->hit_tokens += hit_tokens;
     space->queries++;
     space->query_tokens += query_tokens;
     space->hit_tokens += hit_tokens;

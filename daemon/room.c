@@ -34,6 +34,11 @@ void kvk_refusal_note(struct kvk_cache *cache, const struct kvk_caller *caller,
     }
     cache->refusal_count++;
     cache->stats.refusals++;
+    if (tenant != NULL) {
+        struct kvk_tenant_usage *usage = &kvk_tenant_state_of(cache, tenant)->usage;
+        usage->refusals++;
+        usage->limit_refusals += refusal->error.cause == KVK_CAUSE_TENANT_LIMIT ? 1 : 0;
+    }
 }
 
 static uint64_t active_bytes(const struct kvk_tier_state *tier)

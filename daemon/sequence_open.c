@@ -322,6 +322,7 @@ static void open_count(struct opening *opening)
         }
     }
     cache->stats.opens++;
+    kvk_tenant_state_of(cache, space->tenant)->usage.saved_tokens += sequence->cached;
     cache->stats.saved_ns += kvk_space_recompute_ns(space, 0, sequence->cached);
     if (!opening->request->no_lookup) {
         kvk_prefix_count(cache, space, sequence->length, sequence->cached, opening->request->retry);
@@ -348,7 +349,17 @@ static enum kvk_status open_run_drops(struct opening *opening)
     kvk_sequence_busy_begin(sequence);
     enum kvk_status status = open_fill(opening);
     if (status == KVK_OK) {
+        struct kvk_quota_mark mark;
+        const struct kvk_tenant *tenant = opening->space->tenant;
+        kvk_quota_mark(opening->cache, tenant, &mark);
         open_prefix(opening); /* held before the lock is dropped: making room cannot take it */
+        status = kvk_quota_check_holds(opening->cache, tenant, &mark, opening->error);
+        if (status != KVK_OK) {
+            kvk_refusal_note(opening->cache, opening->caller, tenant, sequence->id, 0,
+                             opening->error);
+        }
+    }
+    if (status == KVK_OK) {
         status = open_reserve_drops(opening);
     }
     if (status == KVK_OK) {

@@ -233,6 +233,7 @@ void kvk_sequence_settle(struct kvk_cache *cache, struct kvk_sequence *sequence,
             if (!kvk_block_is_whole(kvk_index_block(cache->index, id))) {
                 kvk_block_seal(cache, id);
                 cache->stats.sealed_blocks++;
+                kvk_tenant_state_of(cache, space->tenant)->usage.sealed_blocks++;
             }
             index_block(cache, sequence, g, i, settling);
         }

@@ -175,6 +175,9 @@ static void move_end(struct kvk_cache *cache, const struct job *job, const struc
     uint32_t id = moving->block;
     struct kvk_block *block = kvk_index_block(cache->index, id);
     if (landed) {
+        const struct kvk_group *group = kvk_group_of(cache, block);
+        kvk_tenant_state_of(cache, group->space->tenant)->usage.moved_bytes +=
+            moving->transfers ? group->block_bytes : 0;
         move_land(cache, job, moving);
     } else {
         kvk_slot_give(cache, kvk_group_of(cache, block), job->target, moving->slot);
