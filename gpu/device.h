@@ -64,6 +64,13 @@ struct kvk_device_ops {
                              struct kvk_region *region, struct kvk_error *error);
     /* Its bytes go back at once, even where a process still maps it: that one then sees zeros. */
     void (*free)(struct kvk_device *device, struct kvk_region *region);
+    /* Memory that outlives the process; both NULL where the device has none (region.fd is -1).
+     * adopt: a region of a file that was one before, with what is backed in it; the descriptor is
+     * the region's where it succeeds. leave: unmap it and let go, the bytes stay for whoever holds
+     * the file. */
+    enum kvk_status (*adopt)(struct kvk_device *device, int fd, uint64_t size_bytes,
+                             struct kvk_region *region, struct kvk_error *error);
+    void (*leave)(struct kvk_device *device, struct kvk_region *region);
     /* Back a range and touch it, so that later writes do not fault; or punch it out, so that old
      * mappings see zeros there. Offsets and sizes in bytes; rounded inward to pages on punch. */
     enum kvk_status (*back)(struct kvk_device *device, struct kvk_region *region, uint64_t offset,
@@ -91,6 +98,8 @@ struct kvk_device_cpu_options {
     uint32_t copy_thread_count;   /* threads that share one big copy; 0 or 1: the caller alone */
     uint64_t copy_step_bytes;     /* bytes between yields; 0: 64 KiB */
     bool huge_pages;              /* ask for transparent huge pages */
+    bool interleave;              /* pages over all NUMA nodes, where there are several */
+    bool lock_memory;             /* what is backed is never paged out */
     const char *path;             /* force one of kvk_device_info.path; NULL: the best there is */
     uint32_t test_copy_delay_us;  /* test hook: sleep before each piece */
 };

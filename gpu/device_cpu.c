@@ -19,7 +19,7 @@ struct device_cpu {
     const struct kvk_attend_kernel *kernel;
     struct kvk_threads *attend_threads; /* ours */
     struct kvk_copy_cpu copy;
-    bool huge_pages;
+    struct kvk_memory_cpu_wishes wishes;
     _Atomic uint32_t region_count; /* given out and not freed */
 };
 
@@ -54,7 +54,7 @@ static enum kvk_status cpu_alloc(struct kvk_device *device, uint64_t size_bytes,
 {
     struct device_cpu *cpu = device_of(device);
 
-    enum kvk_status status = kvk_memory_cpu_alloc(size_bytes, name, cpu->huge_pages, region, error);
+    enum kvk_status status = kvk_memory_cpu_alloc(size_bytes, name, &cpu->wishes, region, error);
     if (status == KVK_OK) {
         atomic_fetch_add(&cpu->region_count, 1);
     }
@@ -70,12 +70,33 @@ static void cpu_free(struct kvk_device *device, struct kvk_region *region)
     KVK_ASSERT(before > 0);
 }
 
+static enum kvk_status cpu_adopt(struct kvk_device *device, int fd, uint64_t size_bytes,
+                                 struct kvk_region *region, struct kvk_error *error)
+{
+    struct device_cpu *cpu = device_of(device);
+
+    enum kvk_status status = kvk_memory_cpu_adopt(fd, size_bytes, &cpu->wishes, region, error);
+    if (status == KVK_OK) {
+        atomic_fetch_add(&cpu->region_count, 1);
+    }
+    return status;
+}
+
+static void cpu_leave(struct kvk_device *device, struct kvk_region *region)
+{
+    struct device_cpu *cpu = device_of(device);
+
+    kvk_memory_cpu_leave(region);
+    uint32_t before = atomic_fetch_sub(&cpu->region_count, 1);
+    KVK_ASSERT(before > 0);
+}
+
 static enum kvk_status cpu_back(struct kvk_device *device, struct kvk_region *region,
                                 uint64_t offset, uint64_t size_bytes, struct kvk_error *error)
 {
     struct device_cpu *cpu = device_of(device);
 
-    return kvk_memory_cpu_back(region, offset, size_bytes, cpu->huge_pages, error);
+    return kvk_memory_cpu_back(region, offset, size_bytes, &cpu->wishes, error);
 }
 
 static enum kvk_status cpu_punch(struct kvk_device *device, struct kvk_region *region,
@@ -127,6 +148,8 @@ static const struct kvk_device_ops cpu_ops = {
     .close = cpu_close,
     .alloc = cpu_alloc,
     .free = cpu_free,
+    .adopt = cpu_adopt,
+    .leave = cpu_leave,
     .back = cpu_back,
     .punch = cpu_punch,
     .backed_bytes = cpu_backed_bytes,
@@ -185,7 +208,9 @@ enum kvk_status kvk_device_cpu_open(const struct kvk_device_cpu_options *options
     }
     cpu->device.ops = &cpu_ops;
     cpu->kernel = kernel;
-    cpu->huge_pages = options->huge_pages;
+    cpu->wishes = (struct kvk_memory_cpu_wishes){.huge_pages = options->huge_pages,
+                                                 .interleave = options->interleave,
+                                                 .lock = options->lock_memory};
     uint32_t thread_count = options->attend_thread_count;
     if (thread_count == 0) {
         thread_count = processor_count();

@@ -2,9 +2,15 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/magic.h>
+#include <linux/mempolicy.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include "base/assert.h"
@@ -13,6 +19,14 @@
 
 /* Known to kernels since 6.1; the C library may be older. */
 #define ADVICE_COLLAPSE 25
+
+/* NUMA nodes that are told apart. */
+#define NODE_COUNT_MAX 1024
+#define NODE_WORD_BITS (8 * sizeof(unsigned long))
+#define NODE_WORDS (NODE_COUNT_MAX / NODE_WORD_BITS)
+
+/* No file of another process can shrink or grow it, or lift that. */
+#define REGION_SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
 
 static uint64_t page_bytes(void)
 {
@@ -59,12 +73,83 @@ static uint8_t *map_aligned(int fd, uint64_t size_bytes)
     return address;
 }
 
-enum kvk_status kvk_memory_cpu_alloc(uint64_t size_bytes, const char *name, bool huge_pages,
-                                     struct kvk_region *region, struct kvk_error *error)
+/* ---- NUMA: the system calls themselves, since no library is needed for one of them ---- */
+
+/* Nodes with memory, as the kernel lists them ("0-1,3"); how many. */
+static uint32_t nodes_with_memory(unsigned long mask[NODE_WORDS])
+{
+    char text[256];
+    uint32_t count = 0;
+    FILE *file = fopen("/sys/devices/system/node/has_memory", "re");
+    if (file == NULL) {
+        return 0;
+    }
+    bool read = fgets(text, sizeof(text), file) != NULL;
+    (void)fclose(file);
+    for (char *at = text; read && *at >= '0' && *at <= '9';) {
+        char *end;
+        unsigned long first = strtoul(at, &end, 10);
+        unsigned long last = *end == '-' ? strtoul(end + 1, &end, 10) : first;
+        for (unsigned long node = first; node <= last && node < NODE_COUNT_MAX; node++) {
+            mask[node / NODE_WORD_BITS] |= 1UL << (node % NODE_WORD_BITS);
+            count++;
+        }
+        at = *end == ',' ? end + 1 : end;
+    }
+    return count;
+}
+
+/* The policy is the file's: it holds for whoever touches a page first. A wish: without it, pages
+ * lie on the node of the thread that backs them. */
+static void interleave(uint8_t *address, uint64_t size_bytes)
+{
+    unsigned long mask[NODE_WORDS] = {0};
+    if (nodes_with_memory(mask) > 1) {
+        (void)syscall(SYS_mbind, address, size_bytes, MPOL_INTERLEAVE, mask,
+                      (unsigned long)NODE_COUNT_MAX, 0UL);
+    }
+}
+
+/* ---- Regions ---- */
+
+static enum kvk_status region_map(int fd, uint64_t size_bytes,
+                                  const struct kvk_memory_cpu_wishes *wishes,
+                                  struct kvk_region *region, struct kvk_error *error)
+{
+    uint8_t *address = map_aligned(fd, size_bytes);
+    if (address == NULL) {
+        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "",
+                        "mapping a memfd of %llu bytes: %s", (unsigned long long)size_bytes,
+                        strerror(errno));
+    }
+    /* Tenants' data stays out of core files. Both are wishes, no promises. */
+    (void)madvise(address, size_bytes, MADV_DONTDUMP);
+    if (wishes->huge_pages) {
+        (void)madvise(address, size_bytes, MADV_HUGEPAGE);
+    }
+    if (wishes->interleave) {
+        interleave(address, size_bytes);
+    }
+    *region = (struct kvk_region){.address = address, .size_bytes = size_bytes, .fd = fd};
+    return KVK_OK;
+}
+
+static enum kvk_status size_check(uint64_t size_bytes, struct kvk_error *error)
 {
     if (size_bytes == 0 || size_bytes > INT64_MAX - HUGE_PAGE_BYTES) {
         return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "size_bytes",
                         "a region cannot have %llu bytes", (unsigned long long)size_bytes);
+    }
+    return KVK_OK;
+}
+
+enum kvk_status kvk_memory_cpu_alloc(uint64_t size_bytes, const char *name,
+                                     const struct kvk_memory_cpu_wishes *wishes,
+                                     struct kvk_region *region, struct kvk_error *error)
+{
+    enum kvk_status status = size_check(size_bytes, error);
+    if (status != KVK_OK) {
+        return status;
     }
     uint64_t rounded_bytes = round_up(size_bytes, page_bytes());
     int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
@@ -72,29 +157,76 @@ enum kvk_status kvk_memory_cpu_alloc(uint64_t size_bytes, const char *name, bool
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "memfd_create: %s",
                         strerror(errno));
     }
-    if (ftruncate(fd, (off_t)rounded_bytes) != 0 ||
-        fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    if (ftruncate(fd, (off_t)rounded_bytes) != 0 || fcntl(fd, F_ADD_SEALS, REGION_SEALS) != 0) {
         int cause = errno;
         (void)close(fd);
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "",
                         "sizing and sealing a memfd of %llu bytes: %s",
                         (unsigned long long)rounded_bytes, strerror(cause));
     }
-    uint8_t *address = map_aligned(fd, rounded_bytes);
-    if (address == NULL) {
-        int cause = errno;
+    status = region_map(fd, rounded_bytes, wishes, region, error);
+    if (status != KVK_OK) {
         (void)close(fd);
-        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "",
-                        "mapping a memfd of %llu bytes: %s", (unsigned long long)rounded_bytes,
-                        strerror(cause));
     }
-    /* Tenants' data stays out of core files. Both are wishes, no promises. */
-    (void)madvise(address, rounded_bytes, MADV_DONTDUMP);
-    if (huge_pages) {
-        (void)madvise(address, rounded_bytes, MADV_HUGEPAGE);
+    return status;
+}
+
+/* Is it memory that some process of ours made as a region? */
+static enum kvk_status file_check(int fd, struct stat *info, struct kvk_error *error)
+{
+    struct statfs system;
+    const char *wrong = NULL;
+    int seals = fcntl(fd, F_GET_SEALS);
+    if (fstat(fd, info) != 0 || fstatfs(fd, &system) != 0 || !S_ISREG(info->st_mode) ||
+        (system.f_type != TMPFS_MAGIC && system.f_type != HUGETLBFS_MAGIC)) {
+        wrong = "it is no memory file";
+    } else if (info->st_uid != geteuid()) {
+        wrong = "it is another user's";
+    } else if (info->st_nlink != 0) {
+        wrong = "it has a name in a file system";
+    } else if (seals < 0 || (seals & REGION_SEALS) != REGION_SEALS) {
+        wrong = "it is not sealed";
     }
-    *region = (struct kvk_region){.address = address, .size_bytes = rounded_bytes, .fd = fd};
-    return KVK_OK;
+    return wrong == NULL ? KVK_OK
+                         : kvk_fail(error, KVK_INVALID, KVK_CAUSE_NONE, "",
+                                    "a kept file cannot be a region: %s", wrong);
+}
+
+enum kvk_status kvk_memory_cpu_adopt(int fd, uint64_t size_bytes,
+                                     const struct kvk_memory_cpu_wishes *wishes,
+                                     struct kvk_region *region, struct kvk_error *error)
+{
+    struct stat info;
+    enum kvk_status status = size_check(size_bytes, error);
+    if (status == KVK_OK) {
+        status = file_check(fd, &info, error);
+    }
+    if (status != KVK_OK) {
+        return status;
+    }
+    uint64_t rounded_bytes = round_up(size_bytes, page_bytes());
+    uint64_t file_bytes = (uint64_t)info.st_size;
+    if (file_bytes < rounded_bytes) {
+        return kvk_fail_limit(error, KVK_OUT_OF_RANGE, KVK_CAUSE_NONE, "size_bytes", file_bytes,
+                              rounded_bytes, "a kept file has %llu bytes, %llu are needed",
+                              (unsigned long long)file_bytes, (unsigned long long)rounded_bytes);
+    }
+    if (file_bytes > rounded_bytes &&
+        fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)rounded_bytes,
+                  (off_t)(file_bytes - rounded_bytes)) != 0) {
+        return kvk_fail(error, KVK_INTERNAL, KVK_CAUSE_NONE, "", "punching a kept file: %s",
+                        strerror(errno));
+    }
+    return region_map(fd, rounded_bytes, wishes, region, error);
+}
+
+void kvk_memory_cpu_leave(struct kvk_region *region)
+{
+    KVK_ASSERT(region->address != NULL);
+    int result = munmap(region->address, region->size_bytes);
+    KVK_ASSERT(result == 0);
+    (void)close(region->fd);
+    *region = (struct kvk_region){.fd = -1};
 }
 
 void kvk_memory_cpu_free(struct kvk_region *region)
@@ -103,10 +235,7 @@ void kvk_memory_cpu_free(struct kvk_region *region)
     int result = fallocate(region->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,
                            (off_t)region->size_bytes);
     KVK_ASSERT(result == 0);
-    result = munmap(region->address, region->size_bytes);
-    KVK_ASSERT(result == 0);
-    (void)close(region->fd);
-    *region = (struct kvk_region){.fd = -1};
+    kvk_memory_cpu_leave(region);
 }
 
 /*
@@ -136,7 +265,8 @@ static void collapse(struct kvk_region *region, uint64_t begin, uint64_t end)
 }
 
 enum kvk_status kvk_memory_cpu_back(struct kvk_region *region, uint64_t offset, uint64_t size_bytes,
-                                    bool huge_pages, struct kvk_error *error)
+                                    const struct kvk_memory_cpu_wishes *wishes,
+                                    struct kvk_error *error)
 {
     check_range(region, offset, size_bytes);
     if (size_bytes == 0) {
@@ -154,10 +284,15 @@ enum kvk_status kvk_memory_cpu_back(struct kvk_region *region, uint64_t offset, 
                               "backing %llu bytes of memory: %s", (unsigned long long)(end - begin),
                               strerror(errno));
     }
-    if (huge_pages) {
+    if (wishes->huge_pages) {
         collapse(region, begin, end);
     }
     touch(region->address + begin, end - begin);
+    if (wishes->lock && mlock(region->address + begin, end - begin) != 0) {
+        return kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "lock_memory", end - begin, 0,
+                              "lock_memory: locking %llu bytes: %s (see RLIMIT_MEMLOCK)",
+                              (unsigned long long)(end - begin), strerror(errno));
+    }
     return KVK_OK;
 }
 

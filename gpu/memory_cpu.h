@@ -16,16 +16,39 @@
 #include "base/status.h"
 #include "gpu/device.h"
 
+struct kvk_memory_cpu_wishes {
+    bool huge_pages; /* where the kernel gives them */
+    bool interleave; /* page by page over all NUMA nodes that have memory */
+    bool lock;       /* what is backed is not paged out; failing that is told */
+};
+
 KVK_CHECKED enum kvk_status kvk_memory_cpu_alloc(uint64_t size_bytes, const char *name,
-                                                 bool huge_pages, struct kvk_region *region,
+                                                 const struct kvk_memory_cpu_wishes *wishes,
+                                                 struct kvk_region *region,
+                                                 struct kvk_error *error);
+
+/*
+ * A region of a file that was a region before, in another process: what is backed stays, and the
+ * descriptor is the region's from here. Only what kvk_memory_cpu_alloc() makes is taken: memory
+ * without a name in any file system, of this user, sealed against shrinking, growing and further
+ * seals, and no smaller than asked for. What lies past that is given back to the system.
+ * KVK_INVALID: another kind of file; KVK_OUT_OF_RANGE: too small. The descriptor is then untouched.
+ */
+KVK_CHECKED enum kvk_status kvk_memory_cpu_adopt(int fd, uint64_t size_bytes,
+                                                 const struct kvk_memory_cpu_wishes *wishes,
+                                                 struct kvk_region *region,
                                                  struct kvk_error *error);
 
 /* Gives all bytes back at once, even where another process still maps the file. */
 void kvk_memory_cpu_free(struct kvk_region *region);
 
+/* Unmaps and closes; what is backed stays for whoever holds the file. */
+void kvk_memory_cpu_leave(struct kvk_region *region);
+
 /* KVK_EXHAUSTED: the system has no such memory; nothing was backed. */
 KVK_CHECKED enum kvk_status kvk_memory_cpu_back(struct kvk_region *region, uint64_t offset,
-                                                uint64_t size_bytes, bool huge_pages,
+                                                uint64_t size_bytes,
+                                                const struct kvk_memory_cpu_wishes *wishes,
                                                 struct kvk_error *error);
 KVK_CHECKED enum kvk_status kvk_memory_cpu_punch(struct kvk_region *region, uint64_t offset,
                                                  uint64_t size_bytes, struct kvk_error *error);

@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -251,6 +252,94 @@ Test(gpu_device, backing_again_loses_nothing)
     cr_assert_eq(huge->ops->backed_bytes(huge, &region), 16 * MIB);
     huge->ops->free(huge, &region);
     huge->ops->close(huge);
+}
+
+/* ---- Regions that outlive their device ---- */
+
+Test(gpu_device, a_region_that_was_left_is_adopted_with_its_bytes)
+{
+    struct kvk_region region;
+    struct kvk_error error;
+    cr_assert_eq(device->ops->alloc(device, 4 * MIB, "kept", &region, &error), KVK_OK);
+    cr_assert_eq(device->ops->back(device, &region, MIB, MIB, &error), KVK_OK);
+    memset(region.address + MIB, 0x5a, MIB);
+    int kept = dup(region.fd);
+    device->ops->leave(device, &region);
+
+    cr_assert_eq(device->ops->adopt(device, kept, 4 * MIB, &region, &error), KVK_OK, "%s",
+                 error.text);
+    cr_assert_eq(region.fd, kept);
+    cr_assert(is_filled(region.address, MIB, 0));
+    cr_assert(is_filled(region.address + MIB, MIB, 0x5a));
+    region.address[MIB] = 1;                                           /* writable */
+    cr_assert_eq(device->ops->backed_bytes(device, &region), 2 * MIB); /* the zeros were read */
+    kept = dup(region.fd);
+    device->ops->leave(device, &region);
+
+    /* A smaller region takes what it needs; the rest is given back. */
+    cr_assert_eq(device->ops->adopt(device, kept, MIB + 4096, &region, &error), KVK_OK);
+    cr_assert_eq(region.size_bytes, MIB + 4096);
+    cr_assert_eq(region.address[MIB], 1);
+    cr_assert_eq(region.address[MIB + 1], 0x5a);
+    cr_assert_eq(device->ops->backed_bytes(device, &region), MIB + 4096);
+    device->ops->free(device, &region);
+}
+
+static void adopt_refused(int fd, uint64_t size, enum kvk_status wanted, const char *word)
+{
+    struct kvk_region region = {.fd = -1};
+    struct kvk_error error;
+    cr_assert_geq(fd, 0);
+    cr_assert_eq(device->ops->adopt(device, fd, size, &region, &error), wanted);
+    cr_assert_not_null(strstr(error.text, word), "%s", error.text);
+    cr_assert_null(region.address);
+    cr_assert_eq(close(fd), 0, "the descriptor stays the caller's");
+}
+
+Test(gpu_device, only_what_was_a_region_is_adopted)
+{
+    int fd = memfd_create("loose", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    cr_assert_eq(ftruncate(fd, MIB), 0);
+    adopt_refused(fd, MIB, KVK_INVALID, "sealed"); /* it could shrink under us */
+    fd = memfd_create("half", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    cr_assert_eq(ftruncate(fd, MIB), 0);
+    cr_assert_eq(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK), 0);
+    adopt_refused(fd, MIB, KVK_INVALID, "sealed");
+    char path[] = "/tmp/kvk-adopt-XXXXXX";
+    fd = mkstemp(path);
+    cr_assert_eq(ftruncate(fd, MIB), 0);
+    (void)unlink(path);
+    adopt_refused(fd, MIB, KVK_INVALID, "");
+    int ends[2];
+    cr_assert_eq(pipe(ends), 0);
+    (void)close(ends[1]);
+    adopt_refused(ends[0], MIB, KVK_INVALID, "memory file");
+
+    struct kvk_region region;
+    struct kvk_error error;
+    cr_assert_eq(device->ops->alloc(device, MIB, "small", &region, &error), KVK_OK);
+    adopt_refused(dup(region.fd), 2 * MIB, KVK_OUT_OF_RANGE, "1048576");
+    device->ops->free(device, &region);
+}
+
+Test(gpu_device, wishes_do_no_harm)
+{
+    const struct kvk_device_cpu_options options = {.interleave = true, .lock_memory = true};
+    struct kvk_device *other = open_with(&options);
+    struct kvk_region region;
+    struct kvk_error error;
+    cr_assert_eq(other->ops->alloc(other, MIB, "locked", &region, &error), KVK_OK);
+    cr_assert_eq(other->ops->back(other, &region, 0, 64 * 1024, &error), KVK_OK, "%s", error.text);
+    FILE *status = fopen("/proc/self/status", "r");
+    char line[256];
+    unsigned long locked = 0;
+    while (fgets(line, sizeof(line), status) != NULL) {
+        (void)sscanf(line, "VmLck: %lu kB", &locked);
+    }
+    (void)fclose(status);
+    cr_assert_geq(locked, 64);
+    other->ops->free(other, &region);
+    other->ops->close(other);
 }
 
 /* ---- Copies ---- */
