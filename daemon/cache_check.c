@@ -31,6 +31,7 @@ struct check {
     struct tier_sums tiers[KVK_MEMORY_TIER_COUNT];
     uint64_t excess_holds; /* of calls that nobody lists: they are under way */
     uint64_t excess_pins;
+    uint64_t (*tenant_bound)[KVK_TIER_COUNT]; /* [KVK_TENANT_COUNT_MAX] */
 };
 
 static bool has_bit(uint8_t mask, int tier)
@@ -249,6 +250,7 @@ static void sum_block(struct check *check, const struct kvk_group *group, uint32
             continue;
         }
         sums->bound += group->block_bytes;
+        check->tenant_bound[group->space->tenant->index][i] += group->block_bytes;
         if (check->found[id].quarantined) {
             sums->quarantine += group->block_bytes;
         } else if (block->transfer_count > 0) {
@@ -347,6 +349,7 @@ static void check_group_tier(struct check *check, const struct kvk_group *group,
     uint64_t loose = at->loose_count * group->block_bytes;
     check->tiers[tier].used += loose;
     check->tiers[tier].bound += loose;
+    check->tenant_bound[group->space->tenant->index][tier] += loose;
     check->tiers[tier].copying += loose;
     check->tiers[tier].stray += at->stray_bytes;
     check_places(check->cache, group, tier);
@@ -435,6 +438,60 @@ static void check_tenants(const struct kvk_cache *cache, int tier)
     }
 }
 
+/* What is bound, kept and guaranteed for every tenant, and that no limit is passed: above it is
+ * only who had more before it was lowered. */
+static void check_quotas(const struct check *check, int tier)
+{
+    const struct kvk_cache *cache = check->cache;
+    const struct kvk_tier_state *at = &cache->tiers[tier];
+    uint64_t bound = 0;
+    uint64_t growth = 0;
+    uint64_t guaranteed = 0;
+    uint64_t guarded = 0;
+    for (uint32_t t = 0; t < KVK_TENANT_COUNT_MAX; t++) {
+        const struct kvk_tenant_state *state = &cache->tenant_states[t];
+        uint64_t own = state->quota.guaranteed_bytes[tier];
+        uint64_t limit = state->quota.limit_bytes[tier];
+        uint64_t keeps = state->bound_bytes[tier] + state->growth_bytes[tier];
+        KVK_ASSERT(state->bound_bytes[tier] == check->tenant_bound[t][tier]);
+        KVK_ASSERT(limit == 0 || cache->trim_wanted || at->tenant_bytes[t] <= limit);
+        bound += state->bound_bytes[tier];
+        growth += state->growth_bytes[tier];
+        guaranteed += own;
+        guarded += keeps > own ? keeps : own;
+    }
+    KVK_ASSERT(bound == at->bound_bytes);
+    KVK_ASSERT(growth == at->growth_bytes);
+    KVK_ASSERT(guaranteed == at->guaranteed_bytes);
+    KVK_ASSERT(guarded == at->guarded_bytes);
+    KVK_ASSERT(guaranteed <= at->pool.limit_bytes);
+}
+
+static void check_tenant_lists(const struct kvk_cache *cache)
+{
+    uint32_t spaces = 0;
+    uint64_t sequences = 0;
+    uint64_t leases = 0;
+    for (uint32_t t = 0; t < KVK_TENANT_COUNT_MAX; t++) {
+        const struct kvk_tenant_state *state = &cache->tenant_states[t];
+        uint32_t groups = 0;
+        for (const struct kvk_space *space = state->spaces; space != NULL;
+             space = space->tenant_next) {
+            KVK_ASSERT(space->tenant == state->tenant);
+            groups += space->group_count;
+            spaces++;
+        }
+        KVK_ASSERT(groups == state->group_count);
+        KVK_ASSERT(state->quota.sequences == 0 || cache->trim_wanted ||
+                   state->sequences <= state->quota.sequences);
+        sequences += state->sequences;
+        leases += state->leases;
+    }
+    KVK_ASSERT(spaces == cache->space_table.count);
+    KVK_ASSERT(sequences == cache->sequence_table.count);
+    KVK_ASSERT(leases == cache->lease_table.count);
+}
+
 static void check_pool(struct kvk_cache *cache, int tier)
 {
     struct kvk_arena **arenas = calloc(cache->group_end + 1u, sizeof(struct kvk_arena *));
@@ -477,6 +534,7 @@ static void check_tier(struct check *check, int tier)
     KVK_ASSERT(state->stray_bytes == sums->stray);
     KVK_ASSERT(state->pool.charge_bytes == sums->punch + sums->stray);
     check_tenants(cache, tier);
+    check_quotas(check, tier);
     check_pool(cache, tier);
 }
 
@@ -528,13 +586,15 @@ void kvk_cache_check_locked(struct kvk_cache *cache)
     KVK_ASSERT(kvk_lock_held(&cache->lock));
     struct check check = {.cache = cache, .id_end = kvk_index_block_id_end(cache->index)};
     check.found = calloc(check.id_end + 1u, sizeof(*check.found));
-    KVK_ASSERT(check.found != NULL);
+    check.tenant_bound = calloc(KVK_TENANT_COUNT_MAX, sizeof(*check.tenant_bound));
+    KVK_ASSERT(check.found != NULL && check.tenant_bound != NULL);
     walk_holders(&check);
     check_blocks(&check);
     for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         check_tier(&check, i);
     }
     check_spaces(cache);
+    check_tenant_lists(cache);
     kvk_index_check(cache->index);
     /* Whoever works without the lock now has references that no table lists. */
     KVK_ASSERT(check.excess_holds >= cache->passing_holds);
@@ -548,6 +608,7 @@ void kvk_cache_check_locked(struct kvk_cache *cache)
         }
     }
     free(check.found);
+    free(check.tenant_bound);
 }
 
 void kvk_cache_check(struct kvk_cache *cache)

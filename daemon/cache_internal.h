@@ -106,7 +106,8 @@ struct kvk_space {
     uint32_t lookup_min_tokens;
     uint32_t reference_count; /* sequences, leases, mappings: a space in use is not reclaimed */
     bool constant_hash;       /* test hook, at its opening */
-    uint64_t idle_ms;         /* after so long unused its blocks go; 0: as the tenant's quota says */
+    bool recorded;            /* in the catalogue: see persist.h */
+    uint64_t idle_ms; /* after so long unused its blocks go; 0: as the tenant's quota says */
     /* counters */
     uint64_t queries, query_tokens, hit_tokens;
     struct kvk_space *next;        /* all spaces */
@@ -310,14 +311,16 @@ struct kvk_tier_state {
 
 /* What the engine knows of a tenant beside tenant.h: quota.c, usage.c. */
 struct kvk_tenant_state {
-    const struct kvk_tenant *tenant; /* NULL: nobody has this place */
+    const struct kvk_tenant *_Atomic tenant; /* NULL: nobody has this place. Read without the lock
+                                                where it is asked who that is */
+    _Atomic uint32_t quota_version;          /* kvk_tenant_quota_version() that was taken over */
     struct kvk_tenant_quota quota;
     uint64_t bound_bytes[KVK_TIER_COUNT];  /* its part of tiers[].bound_bytes */
     uint64_t growth_bytes[KVK_TIER_COUNT]; /* and of growth_bytes */
     uint32_t sequences;                    /* open */
     uint32_t leases;
-    struct kvk_space *spaces; /* its own, by space.tenant_next */
-    uint32_t group_count;     /* of them */
+    struct kvk_space *spaces;                      /* its own, by space.tenant_next */
+    uint32_t group_count;                          /* of them */
     struct kvk_group *limit_group[KVK_TIER_COUNT]; /* whose victims go for its own limit; NULL: all
                                                       of its groups are to be asked */
     uint32_t limit_evictions_left[KVK_TIER_COUNT]; /* before they are asked again */
@@ -356,8 +359,8 @@ struct kvk_cache_stats {
     uint64_t hashed_bytes;
     uint64_t pins, opens, seals, appends, forks, closes;
     uint64_t sealed_blocks, duplicate_blocks, wrong_reuse;
-    uint64_t evictions[KVK_TIER_COUNT];        /* copies dropped to make room */
-    uint64_t forgotten_blocks;                 /* last copies dropped */
+    uint64_t evictions[KVK_TIER_COUNT]; /* copies dropped to make room */
+    uint64_t forgotten_blocks;          /* last copies dropped */
     uint64_t demoted_blocks, promoted_blocks;
     uint64_t swapped_out_blocks, swapped_in_blocks, swapped_out_bytes, swapped_in_bytes;
     uint64_t copy_failures, checksum_failures;
@@ -369,6 +372,20 @@ struct kvk_cache_stats {
     uint64_t slabs_moved;
     uint64_t shifted_blocks; /* to another slot of their tier, so that a slab could go */
     uint64_t invalidated_blocks;
+    uint64_t disk_written_blocks, disk_written_bytes;
+    uint64_t disk_late_blocks;    /* left memory before their turn to be written */
+    uint64_t disk_skipped_blocks; /* not queued: too many were */
+    uint64_t disk_write_failures; /* blocks */
+    uint64_t disk_extent_failures;
+    uint64_t disk_restored_blocks, disk_restored_bytes;
+    uint64_t disk_restores;     /* prefixes that were brought back because that was quicker */
+    uint64_t disk_recomputes;   /* and those left, since computing was estimated to be */
+    uint64_t disk_ahead_blocks; /* read before anybody asked; counted as restored too */
+    uint64_t disk_read_failures, disk_damaged_blocks;
+    uint64_t disk_returned_blocks; /* put back from the catalogue when the daemon began, */
+    uint64_t disk_refused_blocks;  /* and records that were not */
+    uint64_t spaces_restored, space_records_refused; /* at the start */
+    uint64_t space_record_failures;                  /* to write or remove one */
     uint64_t lookup_ns, saved_ns; /* what look-ups cost against what hits saved (estimate) */
 };
 
@@ -388,11 +405,11 @@ struct kvk_cache {
     struct kvk_evict *evict;
     struct kvk_mover *mover;
     struct kvk_tier_state tiers[KVK_TIER_COUNT];
-    struct kvk_disk_tier *disk_tier; /* disk_tier.h; NULL: none. Ours */
+    struct kvk_disk_tier *disk_tier;        /* disk_tier.h; NULL: none. Ours */
     struct kvk_tenant_state *tenant_states; /* [KVK_TENANT_COUNT_MAX] by tenant.index, ours */
-    bool trim_wanted;        /* a tenant may be above its limit: a quota was changed */
-    uint32_t idle_next;      /* group whose idle blocks are looked for next */
-    uint32_t usage_next;     /* tenant whose counters are written to the catalogue next */
+    bool trim_wanted;    /* a tenant may be above its limit: a quota was changed */
+    uint32_t idle_next;  /* group whose idle blocks are looked for next */
+    uint32_t usage_next; /* tenant whose counters are written to the catalogue next */
 
     struct kvk_device *devices[2];   /* ours, to be closed; NULL: none */
     struct kvk_device *memory;       /* borrowed from them: the CPU memory that processes map
@@ -400,7 +417,9 @@ struct kvk_cache {
     struct kvk_catalogue *catalogue; /* borrowed, as the next two; NULL: none */
     struct kvk_disk *disk;
     struct kvk_keeper *keeper;
-    bool threads; /* as the options say */
+    bool threads;      /* as the options say */
+    bool persist_busy; /* somebody changes what is recorded of spaces, without the lock, now */
+    uint64_t persist_retry_ns; /* not before: a space could not be recorded */
 
     struct kvk_space *spaces;
     struct kvk_table space_table; /* id -> struct kvk_space */
@@ -439,8 +458,8 @@ struct kvk_cache {
     struct kvk_gone_cause {
         enum kvk_gone_reason reason;   /* KVK_GONE_NONE: what the block's state says */
         const struct kvk_space *space; /* who gets the room; NULL: nobody in particular */
-    } gone_cause; /* why blocks go just now: see kvk_gone_begin() */
-    bool constant_hash; /* test hook */
+    } gone_cause;                      /* why blocks go just now: see kvk_gone_begin() */
+    bool constant_hash;                /* test hook */
     bool draining;
     struct kvk_cache_stats stats;
 
@@ -513,7 +532,8 @@ void kvk_block_keep(struct kvk_cache *cache, uint32_t block);
 void kvk_block_let_go(struct kvk_cache *cache, uint32_t block);
 
 /* Blocks that are dropped until kvk_gone_end() go for this reason, to make room for `space` (NULL:
- * for nobody in particular); the journal says so. The lock is not dropped in between. Not nested. */
+ * for nobody in particular); the journal says so. The lock is not dropped in between. Not nested.
+ */
 void kvk_gone_begin(struct kvk_cache *cache, enum kvk_gone_reason reason,
                     const struct kvk_space *space);
 void kvk_gone_end(struct kvk_cache *cache);
@@ -586,8 +606,8 @@ void kvk_slot_give(struct kvk_cache *cache, struct kvk_group *group, enum kvk_ti
                    uint32_t slot);
 
 /* The same for a slot that was taken when the process began, by its number: its memory, or its part
- * of the file, is there. KVK_EXISTS, KVK_EXHAUSTED, KVK_INVALID as kvk_arena_take_at(); KVK_EXHAUSTED
- * also where there is no memory for the queues. */
+ * of the file, is there. KVK_EXISTS, KVK_EXHAUSTED, KVK_INVALID as kvk_arena_take_at();
+ * KVK_EXHAUSTED also where there is no memory for the queues. */
 KVK_CHECKED enum kvk_status kvk_slot_take_at(struct kvk_cache *cache, struct kvk_group *group,
                                              enum kvk_tier tier, uint32_t slot);
 
@@ -726,7 +746,8 @@ struct kvk_quota_mark {
 };
 void kvk_quota_mark(const struct kvk_cache *cache, const struct kvk_tenant *tenant,
                     struct kvk_quota_mark *mark);
-/* Have the holds taken since left less than others are guaranteed? KVK_EXHAUSTED: give them back. */
+/* Have the holds taken since left less than others are guaranteed? KVK_EXHAUSTED: give them back.
+ */
 KVK_CHECKED enum kvk_status kvk_quota_check_holds(const struct kvk_cache *cache,
                                                   const struct kvk_tenant *tenant,
                                                   const struct kvk_quota_mark *mark,
@@ -789,6 +810,8 @@ KVK_CHECKED enum kvk_status kvk_block_checksum_drops(struct kvk_cache *cache,
 void kvk_tier_run_ahead_drops(struct kvk_cache *cache);
 /* Punch slabs that left their arenas; give the budget back. Drops the lock. */
 void kvk_tier_punch_drops(struct kvk_cache *cache);
+/* What is punched out is not charged any more; frees the punch. */
+void kvk_tier_punch_end(struct kvk_cache *cache, struct kvk_punch *punch);
 uint64_t kvk_tier_load_ns(const struct kvk_cache *cache, uint64_t bytes); /* estimate */
 
 /* ================= maintenance: cache.c, invalidate.c, room.c ================= */

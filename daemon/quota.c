@@ -2,9 +2,9 @@
 
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "base/assert.h"
+#include "base/log.h"
 #include "daemon/room_internal.h"
 
 /* Refusals whose time to come nobody can know. */
@@ -22,19 +22,6 @@ struct kvk_tenant_state *kvk_tenant_state_of(const struct kvk_cache *cache,
     return &cache->tenant_states[tenant->index];
 }
 
-static struct kvk_tenant_quota quota_of_config(const struct kvk_config *config,
-                                               const struct kvk_tenant *tenant)
-{
-    struct kvk_tenant_quota quota = {.idle_ms = 0};
-    for (uint32_t i = 0; i < config->tenant_count; i++) {
-        if (strcmp(config->tenants[i].name, tenant->name) == 0) {
-            quota = config->tenants[i].quota;
-            quota.over_quota = (uint8_t)config->tenants[i].over_quota;
-        }
-    }
-    return quota;
-}
-
 enum kvk_status kvk_tenant_states_create(struct kvk_cache *cache, struct kvk_error *error)
 {
     cache->tenant_states = calloc(KVK_TENANT_COUNT_MAX, sizeof(*cache->tenant_states));
@@ -46,10 +33,8 @@ enum kvk_status kvk_tenant_states_create(struct kvk_cache *cache, struct kvk_err
         if (tenant == NULL) {
             continue;
         }
-        const struct kvk_tenant_quota quota = quota_of_config(cache->config, tenant);
-        kvk_usage_begin(cache, tenant);
-        enum kvk_status status = kvk_quota_set(cache, tenant, &quota, error);
-        if (status != KVK_OK) {
+        enum kvk_status status = kvk_quota_sync(cache, tenant, error);
+        if (status != KVK_OK && tenant->configured) {
             return status;
         }
     }
@@ -183,6 +168,33 @@ enum kvk_status kvk_quota_set(struct kvk_cache *cache, const struct kvk_tenant *
         quota_apply(cache, state, quota);
     }
     kvk_unlock(&cache->lock);
+    return status;
+}
+
+enum kvk_status kvk_quota_sync(struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                               struct kvk_error *error)
+{
+    struct kvk_tenant_state *state = kvk_tenant_state_of(cache, tenant);
+    struct kvk_tenant_quota quota;
+    struct kvk_error reason;
+    if (atomic_load(&state->tenant) != tenant) {
+        kvk_usage_begin(cache, tenant);
+    }
+    uint32_t version = kvk_tenant_quota_version(tenant);
+    if (atomic_load(&state->quota_version) == version) {
+        return KVK_OK;
+    }
+    kvk_tenant_quota(tenant, &quota);
+    atomic_store(&state->quota_version, version);
+    enum kvk_status status = kvk_quota_set(cache, tenant, &quota, &reason);
+    if (status != KVK_OK) {
+        /* It was possible when it was set, in other tiers than there are now. */
+        kvk_log(KVK_LOG_WARNING, "quota_impossible", "tenant_id=%llu reason=\"%s\"",
+                (unsigned long long)tenant->id, reason.text);
+        if (error != NULL) {
+            *error = reason;
+        }
+    }
     return status;
 }
 
@@ -383,6 +395,9 @@ enum kvk_status kvk_rate_take(struct kvk_cache *cache, const struct kvk_tenant *
                               struct kvk_error *error)
 {
     struct kvk_tenant_state *state = kvk_tenant_state_of(cache, tenant);
+    if (atomic_load_explicit(&state->tenant, memory_order_acquire) != tenant) {
+        (void)kvk_quota_sync(cache, tenant, NULL); /* its first request */
+    }
     uint64_t interval_ns = atomic_load_explicit(&state->rate_interval_ns, memory_order_relaxed);
     if (interval_ns == 0) {
         atomic_fetch_add_explicit(&state->rate_requests, 1, memory_order_relaxed);
@@ -463,9 +478,23 @@ static void trim_drops(struct kvk_cache *cache)
     cache->trim_wanted = above;
 }
 
+/* Quotas that were changed, and tenants that came. */
+static void sync_drops(struct kvk_cache *cache)
+{
+    kvk_unlock(&cache->lock);
+    for (uint32_t i = 0; i < kvk_tenants_count(cache->tenants); i++) {
+        const struct kvk_tenant *tenant = kvk_tenants_get(cache->tenants, i);
+        if (tenant != NULL) {
+            (void)kvk_quota_sync(cache, tenant, NULL);
+        }
+    }
+    kvk_lock(&cache->lock);
+}
+
 void kvk_quota_maintain_drops(struct kvk_cache *cache)
 {
     KVK_ASSERT(kvk_lock_held(&cache->lock));
+    sync_drops(cache);
     if (cache->trim_wanted) {
         trim_drops(cache);
     }

@@ -62,12 +62,16 @@ KVK_CHECKED enum kvk_status kvk_quota_check(const struct kvk_tenant_quota *quota
 KVK_CHECKED enum kvk_status kvk_quota_set(struct kvk_cache *cache, const struct kvk_tenant *tenant,
                                           const struct kvk_tenant_quota *quota,
                                           struct kvk_error *error);
+/* Take over what kvk_tenant_quota() says where it has changed. Maintenance does so for all tenants,
+ * and every tenant's first request for itself; whoever changes a quota calls it so that it holds at
+ * once. KVK_INVALID: impossible; the quota of before stays. */
+enum kvk_status kvk_quota_sync(struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                               struct kvk_error *error);
 void kvk_quota_get(struct kvk_cache *cache, const struct kvk_tenant *tenant,
                    struct kvk_tenant_quota *quota);
 
 /* A tenant's place in the tables is new: its counters are read from the catalogue (by its id), or
- * 0. For every tenant that comes while the cache runs, before its first request; those that are
- * there when the cache is created are taken in then, with the quotas of the configuration. */
+ * 0, and it has no quota yet. kvk_quota_sync() calls it. */
 void kvk_usage_begin(struct kvk_cache *cache, const struct kvk_tenant *tenant);
 /* The counters as they are now. */
 void kvk_usage_get(struct kvk_cache *cache, const struct kvk_tenant *tenant,

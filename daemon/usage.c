@@ -66,6 +66,7 @@ static void usage_now(struct kvk_cache *cache, struct kvk_tenant_state *state)
 void kvk_usage_get(struct kvk_cache *cache, const struct kvk_tenant *tenant,
                    struct kvk_tenant_usage *usage)
 {
+    (void)kvk_quota_sync(cache, tenant, NULL);
     kvk_lock(&cache->lock);
     struct kvk_tenant_state *state = kvk_tenant_state_of(cache, tenant);
     KVK_ASSERT(state->tenant == tenant);
@@ -113,6 +114,10 @@ void kvk_usage_begin(struct kvk_cache *cache, const struct kvk_tenant *tenant)
     usage_load_unlocked(cache, tenant, &usage);
     kvk_lock(&cache->lock);
     struct kvk_tenant_state *state = kvk_tenant_state_of(cache, tenant);
+    if (atomic_load(&state->tenant) == tenant) { /* another thread was faster */
+        kvk_unlock(&cache->lock);
+        return;
+    }
     KVK_ASSERT(state->spaces == NULL);
     KVK_ASSERT(state->sequences == 0 && state->leases == 0);
     for (int i = 0; i < KVK_QUOTA_TIERS; i++) {
@@ -120,10 +125,15 @@ void kvk_usage_begin(struct kvk_cache *cache, const struct kvk_tenant *tenant)
         cache->tiers[i].guarded_bytes -= state->quota.guaranteed_bytes[i];
         cache->tiers[i].guaranteed_bytes -= state->quota.guaranteed_bytes[i];
     }
-    *state = (struct kvk_tenant_state){.tenant = tenant, .usage = usage, .usage_saved = usage};
+    memset(state, 0, sizeof(*state));
+    state->usage = usage;
+    state->usage_saved = usage;
     for (int i = 0; i < KVK_TIER_COUNT; i++) {
         state->usage_ns[i] = kvk_clock_now(cache->clock);
     }
+    /* An odd number is no version. */
+    atomic_store(&state->quota_version, UINT32_MAX);
+    atomic_store(&state->tenant, tenant);
     kvk_unlock(&cache->lock);
 }
 
