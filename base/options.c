@@ -8,7 +8,7 @@
 #include "base/assert.h"
 #include "base/bytes.h"
 
-#define LINE_SIZE 4096
+#define LINE_SIZE 8192 /* a path of 4,095 bytes fits */
 #define REASON_SIZE 160
 #define PLACE_SIZE 64 /* "section label.field" as errors and struct kvk_error name it */
 

@@ -8,6 +8,7 @@
 #include "base/log.h"
 #include "base/random.h"
 #include "daemon/cache_internal.h"
+#include "daemon/persist.h"
 
 #define TICK_NS (50 * KVK_NS_PER_MS) /* between rounds of maintenance */
 #define STALL_NS KVK_NS_PER_SECOND   /* a gap beyond which the daemon itself stood still */
@@ -434,6 +435,8 @@ void kvk_cache_maintain(struct kvk_cache *cache)
     kvk_room_tidy_drops(cache);
     gap_note(cache);
     strays_drops(cache);
+    gap_note(cache);
+    kvk_persist_maintain_drops(cache);
     gap_note(cache);
     kvk_usage_maintain_drops(cache);
     kvk_unlock(&cache->lock);

@@ -18,6 +18,7 @@
 #include "base/options.h"
 #include "daemon/cache.h"
 #include "daemon/config.h"
+#include "daemon/durable.h"
 #include "daemon/rpc.h"
 #include "daemon/server.h"
 #include "daemon/session.h"
@@ -237,6 +238,7 @@ static bool configure(struct kvk_config *config, const struct arguments *argumen
 
 struct house {
     struct kvk_config *config; /* borrowed */
+    struct kvk_durable durable;
     struct kvk_tenants *tenants;
     struct kvk_rpc *rpc;
     struct kvk_server *server;
@@ -300,16 +302,25 @@ static enum kvk_status build_cache(struct house *house, struct kvk_error *error)
                                                     .tenants = house->tenants,
                                                     .device = house->device,
                                                     .host_device = house->host_device,
+                                                    .catalogue = house->durable.catalogue,
+                                                    .disk = house->durable.disk,
+                                                    .keeper = house->durable.keeper,
                                                     .threads = true};
     house->device = NULL; /* the cache's, made or not */
     house->host_device = NULL;
-    return kvk_cache_create(&cache_options, &house->cache, error);
+    status = kvk_cache_create(&cache_options, &house->cache, error);
+    return status == KVK_OK ? kvk_durable_start(house->cache, error) : status;
 }
 
 static enum kvk_status build(struct house *house, struct kvk_error *error)
 {
     const struct kvk_config *config = house->config;
-    enum kvk_status status = kvk_tenants_create(config, &house->tenants, error);
+    enum kvk_status status = kvk_durable_open(config, &house->durable, error);
+    if (status == KVK_OK) {
+        const struct kvk_tenants_options options = {.config = config,
+                                                    .catalogue = house->durable.catalogue};
+        status = kvk_tenants_open(&options, &house->tenants, error);
+    }
     if (status == KVK_OK) {
         const struct kvk_rpc_options options = {
             .config = config, .tenants = house->tenants, .side_path = config->side_path};
@@ -345,10 +356,12 @@ static void take_down(struct house *house)
     kvk_server_destroy(house->server);
     kvk_rpc_destroy(house->rpc);
     kvk_side_socket_destroy(house->side);
+    kvk_durable_stop(house->cache);
     kvk_cache_destroy(house->cache);
     device_close(house->device);
     device_close(house->host_device);
     kvk_tenants_destroy(house->tenants);
+    kvk_durable_close(&house->durable);
     kvk_config_finish(house->config);
 }
 

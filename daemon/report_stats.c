@@ -61,6 +61,9 @@ static const struct named counters[] = {
     COUNTER(slabs_moved, "slabs_moved"),
     COUNTER(shifted_blocks, "shifted_blocks"),
     COUNTER(invalidated_blocks, "invalidated_blocks"),
+    COUNTER(spaces_restored, "spaces_restored"),
+    COUNTER(space_records_refused, "space_records_refused"),
+    COUNTER(space_record_failures, "space_record_failures"),
 };
 
 #define TIER_GAUGE(member, text)                                                                   \

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "base/assert.h"
+#include "daemon/persist.h"
 #include "daemon/space_internal.h"
 
 #define GENERATION_SIZE sizeof(uint64_t)
@@ -172,18 +173,20 @@ static void space_destroy_unlocked(struct kvk_cache *cache, struct kvk_space *sp
     free(space);
 }
 
-/* Takes `identity` over, also where it fails. */
-static enum kvk_status space_create_unlocked(struct kvk_cache *cache,
-                                             const struct kvk_tenant *tenant,
-                                             const struct kvk_space_request *request,
-                                             uint8_t *identity, size_t identity_size,
-                                             struct kvk_space **result, struct kvk_error *error)
+/* Takes `identity` over, also where it fails. The id and generation come first: memory that outlives
+ * the process is kept, and found again, under them. */
+static enum kvk_status
+space_create_unlocked(struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                      const struct kvk_space_request *request, uint8_t *identity,
+                      size_t identity_size, uint64_t id, uint64_t generation,
+                      struct kvk_space **result, struct kvk_error *error)
 {
     struct kvk_space *space = calloc(1, sizeof(*space));
     if (space == NULL) {
         free(identity);
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for a space");
     }
+    space->id = id;
     space->tenant = tenant;
     space->identity = identity;
     space->identity_size = identity_size;
@@ -193,7 +196,7 @@ static enum kvk_status space_create_unlocked(struct kvk_cache *cache,
     space->flops_per_token_position = request->flops_per_token_position;
     space->flops_per_second = request->flops_per_second;
     space->lookup_min_tokens = request->lookup_min_tokens;
-    kvk_space_set_generation(space, 1);
+    kvk_space_set_generation(space, generation);
     for (uint32_t i = 0; i < request->group_count; i++) {
         struct kvk_group *group;
         enum kvk_status status =
@@ -242,6 +245,7 @@ static enum kvk_status place_take_drops(struct kvk_cache *cache, struct kvk_erro
         space_unlink(cache, space);
         cache->space_count++;
         kvk_unlock(&cache->lock);
+        kvk_persist_forget_unlocked(cache, space->id);
         space_destroy_unlocked(cache, space);
         kvk_lock(&cache->lock);
         return KVK_OK;
@@ -292,8 +296,6 @@ static void capacity_learn(struct kvk_cache *cache, const struct kvk_space *spac
 
 static void space_link(struct kvk_cache *cache, struct kvk_space *space)
 {
-    space->id = kvk_cache_new_id(cache);
-    space->constant_hash = cache->constant_hash;
     for (uint32_t i = 0; i < space->group_count; i++) {
         space->groups[i]->number = group_number_take(cache, space->groups[i]);
     }
@@ -303,6 +305,16 @@ static void space_link(struct kvk_cache *cache, struct kvk_space *space)
     cache->spaces = space;
     kvk_quota_space_link(cache, space);
     capacity_learn(cache, space);
+}
+
+/* Ids of spaces last, so a new one may by chance be there. */
+static uint64_t space_id_take(struct kvk_cache *cache)
+{
+    uint64_t id;
+    do {
+        id = kvk_cache_new_id(cache);
+    } while (kvk_table_get(&cache->space_table, id) != NULL);
+    return id;
 }
 
 /* Make the space without the lock, then see whether somebody else was faster. */
@@ -317,8 +329,15 @@ static enum kvk_status open_new_drops(struct kvk_cache *cache, const struct kvk_
         free(identity);
         return status;
     }
+    uint64_t id = space_id_take(cache);
+    bool constant_hash = cache->constant_hash;
     kvk_unlock(&cache->lock);
-    status = space_create_unlocked(cache, tenant, request, identity, identity_size, &space, error);
+    status = space_create_unlocked(cache, tenant, request, identity, identity_size, id, 1, &space,
+                                   error);
+    if (status == KVK_OK) {
+        space->constant_hash = constant_hash;
+        space->recorded = kvk_persist_record_unlocked(cache, space); /* before anybody finds it */
+    }
     kvk_lock(&cache->lock);
     if (status != KVK_OK) {
         cache->space_count--;
@@ -338,8 +357,60 @@ static enum kvk_status open_new_drops(struct kvk_cache *cache, const struct kvk_
         fill_reply(known, false, reply);
     }
     kvk_unlock(&cache->lock);
+    if (space->recorded) {
+        kvk_persist_forget_unlocked(cache, space->id);
+    }
     space_destroy_unlocked(cache, space);
     kvk_lock(&cache->lock);
+    return status;
+}
+
+/* Under its old id, which no new one may have, and at its old generation. */
+static enum kvk_status restore_drops(struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                                     const struct kvk_space_request *request, uint8_t *identity,
+                                     size_t identity_size, uint64_t id, uint64_t generation,
+                                     struct kvk_error *error)
+{
+    struct kvk_space *space = NULL;
+    if (space_with_identity(cache, tenant, identity, identity_size) != NULL ||
+        kvk_table_get(&cache->space_table, id) != NULL) {
+        free(identity);
+        return kvk_fail(error, KVK_EXISTS, KVK_CAUSE_NONE, "", "it is open already");
+    }
+    if (cache->space_count >= cache->config->spaces) {
+        free(identity);
+        return kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "spaces", cache->space_count,
+                              cache->config->spaces,
+                              "limits.spaces: more than %u spaces are recorded",
+                              cache->config->spaces);
+    }
+    cache->space_count++;
+    kvk_unlock(&cache->lock);
+    enum kvk_status status = space_create_unlocked(cache, tenant, request, identity, identity_size,
+                                                   id, generation, &space, error);
+    kvk_lock(&cache->lock);
+    if (status != KVK_OK) {
+        cache->space_count--;
+        return status;
+    }
+    space->recorded = true;
+    space_link(cache, space); /* nobody serves yet, so nobody was faster */
+    return KVK_OK;
+}
+
+enum kvk_status kvk_space_restore(struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                                  const struct kvk_space_request *request, uint8_t *identity,
+                                  size_t identity_size, uint64_t id, uint64_t generation,
+                                  struct kvk_error *error)
+{
+    enum kvk_status status = check_request(request, error);
+    if (status != KVK_OK) {
+        free(identity);
+        return status;
+    }
+    kvk_lock(&cache->lock);
+    status = restore_drops(cache, tenant, request, identity, identity_size, id, generation, error);
+    kvk_unlock(&cache->lock);
     return status;
 }
 
@@ -353,6 +424,7 @@ enum kvk_status kvk_space_open(struct kvk_cache *cache, const struct kvk_caller 
     enum kvk_status status = kvk_credential_tenant(caller->credential, request->tenant.data,
                                                    request->tenant.size, &tenant, error);
     if (status == KVK_OK) {
+        (void)kvk_quota_sync(cache, tenant, NULL); /* impossible ones are in the log */
         status = check_request(request, error);
     }
     if (status == KVK_OK) {

@@ -37,6 +37,17 @@ bool kvk_group_is_unused(const struct kvk_cache *cache, const struct kvk_group *
  * reached. */
 bool kvk_space_is_unused(const struct kvk_cache *cache, const struct kvk_space *space);
 
+/* ---- space.c ---- */
+
+/* Open a space that was recorded: the request's fields but tenant and identity are checked as those
+ * of any request, the identity is canonical, malloc'ed with room for the generation behind it, and
+ * taken over also on failure. KVK_EXISTS: id or identity are there already. Without the lock. */
+KVK_CHECKED enum kvk_status kvk_space_restore(struct kvk_cache *cache,
+                                              const struct kvk_tenant *tenant,
+                                              const struct kvk_space_request *request,
+                                              uint8_t *identity, size_t identity_size, uint64_t id,
+                                              uint64_t generation, struct kvk_error *error);
+
 /* Write the generation behind the identity. */
 void kvk_space_set_generation(struct kvk_space *space, uint64_t generation);
 

@@ -137,7 +137,8 @@ KVK_CHECKED enum kvk_status kvk_catalogue_put_space(struct kvk_catalogue *catalo
                                                     const struct kvk_space_record *record,
                                                     struct kvk_error *error);
 /* Durable at once, so that what was invalidated stays so after any crash: all generations of one
- * call, together or not at all. */
+ * call, together or not at all. One that is not higher than what is recorded, or whose space has no
+ * record (so that nothing of it can come back), changes nothing. */
 struct kvk_space_generation {
     uint64_t space_id;
     uint64_t generation;
@@ -146,7 +147,8 @@ KVK_CHECKED enum kvk_status
 kvk_catalogue_set_generations(struct kvk_catalogue *catalogue,
                               const struct kvk_space_generation *generations, size_t count,
                               struct kvk_error *error);
-/* Its block records go with it. */
+/* Its block records go with it, in batches: may take long. What is queued is committed first; block
+ * records of a space that has no record are removed when the catalogue is opened. KVK_NOT_FOUND. */
 KVK_CHECKED enum kvk_status kvk_catalogue_remove_space(struct kvk_catalogue *catalogue,
                                                        uint64_t space_id, struct kvk_error *error);
 KVK_CHECKED enum kvk_status

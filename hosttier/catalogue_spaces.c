@@ -87,17 +87,23 @@ enum kvk_status kvk_catalogue_set_generations(struct kvk_catalogue *catalogue,
         return KVK_OK;
     }
     enum kvk_status status = kvk_catalogue_write_begin(catalogue, &transaction, error);
+    if (status != KVK_OK) {
+        return status;
+    }
     for (size_t i = 0; i < count && status == KVK_OK; i++) {
         status = space_is_known(&transaction, generations[i].space_id, error);
         if (status == KVK_OK) {
             status = generation_raise(&transaction, generations[i].space_id,
                                       generations[i].generation, error);
-        }
-        if (status != KVK_OK) {
-            kvk_catalogue_abort(&transaction);
+        } else if (status == KVK_NOT_FOUND) {
+            status = KVK_OK;
         }
     }
-    return status == KVK_OK ? kvk_catalogue_write_commit(&transaction, error) : status;
+    if (status != KVK_OK) {
+        kvk_catalogue_abort(&transaction);
+        return status;
+    }
+    return kvk_catalogue_write_commit(&transaction, error);
 }
 
 /* ---- Spaces ---- */
