@@ -271,6 +271,17 @@ static uint64_t expiry_on_clock(const struct kvk_tenants *tenants, uint64_t expi
     return left_s > UINT32_MAX ? UINT64_MAX : now_ns + left_s * KVK_NS_PER_SECOND;
 }
 
+void kvk_credential_set_tokens(const struct kvk_tenants *tenants,
+                               struct kvk_credential_entry *entry,
+                               const struct kvk_credential_record *record)
+{
+    memcpy(entry->record.tokens, record->tokens, sizeof(record->tokens));
+    entry->record.token_count = record->token_count;
+    for (uint32_t i = 0; i < record->token_count; i++) {
+        entry->expires_ns[i] = expiry_on_clock(tenants, record->tokens[i].expires_s);
+    }
+}
+
 enum kvk_status kvk_credential_make(struct kvk_tenants *tenants,
                                     const struct kvk_credential_record *record, bool configured,
                                     struct kvk_credential_entry **entry, struct kvk_error *error)
@@ -297,9 +308,7 @@ enum kvk_status kvk_credential_make(struct kvk_tenants *tenants,
             made->credential.tenants[made->credential.tenant_count++] = &tenant->tenant;
         }
     }
-    for (uint32_t i = 0; i < record->token_count; i++) {
-        made->expires_ns[i] = expiry_on_clock(tenants, record->tokens[i].expires_s);
-    }
+    kvk_credential_set_tokens(tenants, made, record);
     made->next = tenants->credential_lives;
     tenants->credential_lives = made;
     *entry = made;

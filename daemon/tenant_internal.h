@@ -88,6 +88,10 @@ void kvk_tenant_publish(struct kvk_tenant_entry *entry);
 KVK_CHECKED enum kvk_status
 kvk_credential_make(struct kvk_tenants *tenants, const struct kvk_credential_record *record,
                     bool configured, struct kvk_credential_entry **entry, struct kvk_error *error);
+/* Its tokens are those of the record from now on; all else of it stays. */
+void kvk_credential_set_tokens(const struct kvk_tenants *tenants,
+                               struct kvk_credential_entry *entry,
+                               const struct kvk_credential_record *record);
 /* UINT32_MAX: none. */
 uint32_t kvk_credential_place(const struct kvk_tenants *tenants, const char *name);
 
