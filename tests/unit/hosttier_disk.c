@@ -160,22 +160,32 @@ static void batch_free(struct batch *batch)
     }
 }
 
-static void batch_write(struct world *world, struct batch *batch)
+static void pieces_fill(struct world *world, struct batch *batch)
 {
     struct kvk_error error;
     for (uint32_t i = 0; i < batch->count; i++) {
         /* A part of a slot only where the whole has room. */
-        struct model *model = batch->models[i];
+        const struct model *model = batch->models[i];
         uint32_t slot = batch->pieces[i].slot;
         if (!model->there[slot]) {
             cr_assert_eq(kvk_disk_file_allocate(model->file, slot, 1, &error), KVK_OK);
         }
         kvk_random_fill(&world->random, batch->pieces[i].memory, batch->pieces[i].size_bytes);
     }
-    cr_assert_eq(kvk_disk_write(world->disk,
-                                (enum kvk_disk_class)kvk_random_below(&world->random, 3),
-                                batch->pieces, batch->count, &error),
-                 KVK_OK, "%s", error.text);
+}
+
+static enum kvk_disk_class class_choose(struct world *world)
+{
+    return (enum kvk_disk_class)kvk_random_below(&world->random, 3);
+}
+
+static void batch_write(struct world *world, struct batch *batch)
+{
+    struct kvk_error error;
+    pieces_fill(world, batch);
+    cr_assert_eq(
+        kvk_disk_write(world->disk, class_choose(world), batch->pieces, batch->count, &error),
+        KVK_OK, "%s", error.text);
     for (uint32_t i = 0; i < batch->count; i++) {
         const struct kvk_disk_piece *piece = &batch->pieces[i];
         struct model *model = batch->models[i];
@@ -185,10 +195,19 @@ static void batch_write(struct world *world, struct batch *batch)
         memcpy(target, piece->memory, piece->size_bytes);
         model->there[piece->slot] = true;
         cr_assert_eq(piece->status, KVK_OK);
-        if (piece->checksum != NULL) {
-            cr_assert_eq(*piece->checksum, kvk_checksum(piece->memory, piece->size_bytes));
-        }
+        cr_assert(piece->checksum == NULL ||
+                  *piece->checksum == kvk_checksum(piece->memory, piece->size_bytes));
     }
+}
+
+static void piece_compare(const struct kvk_disk_piece *piece, const struct model *model)
+{
+    const uint8_t *right = model->bytes + piece->slot * model->slot_bytes + piece->offset;
+    const uint8_t *memory = piece->memory;
+    cr_assert_eq(memcmp(memory, right, piece->size_bytes), 0);
+    cr_assert_eq(memory[piece->size_bytes], 0xEE, "a byte past the end was touched");
+    cr_assert(piece->checksum == NULL ||
+              *piece->checksum == kvk_checksum(right, piece->size_bytes));
 }
 
 static void batch_read(struct world *world, struct batch *batch)
@@ -199,23 +218,14 @@ static void batch_read(struct world *world, struct batch *batch)
         all = all && batch->models[i]->there[batch->pieces[i].slot];
     }
     enum kvk_status status =
-        kvk_disk_read(world->disk, (enum kvk_disk_class)kvk_random_below(&world->random, 3),
-                      batch->pieces, batch->count, &error);
+        kvk_disk_read(world->disk, class_choose(world), batch->pieces, batch->count, &error);
     cr_assert_eq(status, all ? KVK_OK : KVK_INTERNAL, "%s", error.text);
     for (uint32_t i = 0; i < batch->count; i++) {
         const struct kvk_disk_piece *piece = &batch->pieces[i];
-        const struct model *model = batch->models[i];
-        if (!model->there[piece->slot]) {
-            cr_assert_eq(piece->status, KVK_INTERNAL);
-            continue;
-        }
-        const uint8_t *right = model->bytes + piece->slot * model->slot_bytes + piece->offset;
-        const uint8_t *memory = piece->memory;
-        cr_assert_eq(piece->status, KVK_OK);
-        cr_assert_eq(memcmp(memory, right, piece->size_bytes), 0);
-        cr_assert_eq(memory[piece->size_bytes], 0xEE, "a byte past the end was touched");
-        if (piece->checksum != NULL) {
-            cr_assert_eq(*piece->checksum, kvk_checksum(right, piece->size_bytes));
+        bool there = batch->models[i]->there[piece->slot];
+        cr_assert_eq(piece->status, there ? KVK_OK : KVK_INTERNAL);
+        if (there) {
+            piece_compare(piece, batch->models[i]);
         }
     }
 }
