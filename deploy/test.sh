@@ -68,12 +68,20 @@ static_analysis() {
 }
 
 python_tests() {
-    local log=$logs/pytest.log summary count
     if [[ ! -x build/venv/bin/pytest ]]; then
         part venv python3 -m venv build/venv || return
         part pip build/venv/bin/pip install --quiet -r tests/e2e/requirements.txt || return
     fi
-    KVKEEP_BIN="$PWD/build/dev/bin" build/venv/bin/pytest -q tests/e2e 2>&1 | tee "$log"
+    part "pip: the client" build/venv/bin/pip install --quiet ./client/python || return
+    # Apart: the first make their stubs as a worker's author would, the second use the package.
+    pytest_folder tests/e2e "$logs/pytest-e2e.log"
+    pytest_folder tests/python "$logs/pytest-python.log"
+}
+
+# pytest_folder FOLDER LOG: run its tests and count them.
+pytest_folder() {
+    local log=$2 summary count
+    KVKEEP_BIN="$PWD/build/dev/bin" build/venv/bin/pytest -q "$1" 2>&1 | tee "$log"
     summary=$(tail -n 1 "$log")
     count=$(sed -nE 's/.*\b([0-9]+) passed.*/\1/p' <<<"$summary")
     passed=$((passed + ${count:-0}))

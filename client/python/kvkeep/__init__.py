@@ -1,0 +1,33 @@
+"""Client of kvkeep, the daemon that keeps the KV cache of language models outside the workers.
+
+    import kvkeep
+
+    with kvkeep.connect() as client, client.session(name="engine") as session:
+        space = client.open_space(kvkeep.Identity(model="llama-3.1-8b", revision="…"),
+                                  [kvkeep.LayerGroup(layers=32, kv_heads=8, head_size_k=128)])
+        memory = session.map_slots(space)
+        with session.open_sequence(space, tokens) as sequence:
+            for block in sequence.blocks():
+                keys, values = memory.array(block.slot)   # [layer][head][token][dim], no copy
+                …
+            sequence.seal(all_ranks=True)
+
+Tokens are lists, numpy arrays or torch tensors of whole numbers. Refusals are KvkeepError, with the
+daemon's typed cause. The API itself is documented in kvkeep/v1/kvkeep.proto.
+"""
+
+from kvkeep.client import Client, Lookup, Retry, Space, Tls, connect, default_target
+from kvkeep.errors import Cause, Code, KvkeepError
+from kvkeep.memory import Scratch, SlotMemory
+from kvkeep.session import AttendResult, Lease, Placement, Sequence, Session, Swap, Transfer
+from kvkeep.shapes import (Attention, ContentSpan, Format, Identity, Layout, LayerGroup,
+                           PrefillCost, Prompt, Tier, token_bytes)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Attention", "AttendResult", "Cause", "Client", "Code", "ContentSpan", "Format", "Identity",
+    "KvkeepError", "LayerGroup", "Layout", "Lease", "Lookup", "Placement", "PrefillCost", "Prompt",
+    "Retry", "Scratch", "Sequence", "Session", "SlotMemory", "Space", "Swap", "Tier", "Tls",
+    "Transfer", "connect", "default_target", "token_bytes",
+]

@@ -1,0 +1,127 @@
+"""What a refused call says: the daemon's typed cause, not only a sentence."""
+
+from __future__ import annotations
+
+import enum
+
+import grpc
+
+from kvkeep.v1 import kvkeep_pb2 as pb
+
+__all__ = ["Cause", "Code", "KvkeepError", "from_rpc_error"]
+
+
+class Code(enum.IntEnum):
+    """The status of a failed call, by gRPC's numbers."""
+
+    CANCELLED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    OUT_OF_RANGE = 11
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    DATA_LOSS = 15
+    UNAUTHENTICATED = 16
+
+
+class Cause(int):
+    """Why, as a number of the API's enum Cause; `name` is its word. Causes that this package does
+    not know yet keep their number."""
+
+    @property
+    def name(self) -> str:
+        try:
+            return pb.Cause.Name(int(self)).removeprefix("CAUSE_").lower()
+        except ValueError:
+            return str(int(self))
+
+    def __repr__(self) -> str:
+        return f"Cause({self.name})"
+
+
+class KvkeepError(Exception):
+    """A call was refused or failed. Nothing was changed by it.
+
+    Attributes:
+        code: the status.
+        cause: the daemon's typed reason; NONE where the call never reached a daemon.
+        field: the request's field that was wrong; "" if it was none.
+        value, limit: the numbers behind it; 0 where there are none.
+        retry_after_ms: when to try again; 0: trying again will not help, or may be done at once.
+    """
+
+    def __init__(self, message: str, code: Code, cause: int = 0, field: str = "", value: int = 0,
+                 limit: int = 0, retry_after_ms: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+        self.cause = Cause(cause)
+        self.field = field
+        self.value = value
+        self.limit = limit
+        self.retry_after_ms = retry_after_ms
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} [{self.code.name}, {self.cause.name}]"
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if not byte & 0x80:
+            return value, at
+
+
+def _parts(data: bytes, number: int) -> list[bytes]:
+    """The length-delimited fields `number` of a message. google.rpc.Status and Any are read by
+    hand, since their stubs would be one more package to depend on."""
+    found = []
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        if key & 7 == 0:
+            _, at = _varint(data, at)
+        elif key & 7 == 2:
+            size, at = _varint(data, at)
+            if key >> 3 == number:
+                found.append(data[at:at + size])
+            at += size
+        else:
+            return found
+    return found
+
+
+def _detail(error: grpc.RpcError) -> pb.ErrorDetail | None:
+    for key, value in error.trailing_metadata() or ():
+        if key != "grpc-status-details-bin":
+            continue
+        try:
+            for packed in _parts(value, 3):
+                url = b"".join(_parts(packed, 1))
+                if url.endswith(b"/kvkeep.v1.ErrorDetail"):
+                    return pb.ErrorDetail.FromString(b"".join(_parts(packed, 2)))
+        except (IndexError, ValueError):
+            return None
+    return None
+
+
+def from_rpc_error(error: grpc.RpcError) -> KvkeepError:
+    """The KvkeepError of what a stub raised."""
+    code = Code(error.code().value[0])
+    detail = _detail(error)
+    if detail is None:
+        return KvkeepError(error.details() or "the call failed", code)
+    return KvkeepError(error.details() or "", code, detail.cause,
+                       detail.field.decode("utf-8", "replace"), detail.value, detail.limit,
+                       detail.retry_after_ms)

@@ -1,0 +1,1 @@
+"""Stubs generated from proto/kvkeep/v1/kvkeep.proto when the package is built."""

@@ -1,0 +1,315 @@
+"""A worker's life through the Python package."""
+
+import math
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import kvkeep
+from kvkeep import Code, KvkeepError, Tier
+from kvkeep.v1 import kvkeep_pb2 as pb
+
+GROUP = kvkeep.LayerGroup(layers=2, kv_heads=2, head_size_k=8, format_k=kvkeep.Format.FP32)
+COST = kvkeep.PrefillCost(1e6, 10, 1e12)
+TOKENS = list(range(100, 110))  # two blocks of four and two tokens
+
+
+def open_space(client, model="tiny", groups=(GROUP,), **changes):
+    values = {"block_tokens": 4, "prefill_cost": COST, **changes}
+    return client.open_space(kvkeep.Identity(model=model), groups, **values)
+
+
+def fill(memory, sequence, seed):
+    """Random K and V in every block from the first that may be written; what was written."""
+    source = np.random.default_rng(seed)
+    written = {}
+    first = sequence.grant_first // sequence.space.block_tokens
+    for block in sequence.blocks()[first:]:
+        keys, values = memory.array(block.slot)
+        keys[:] = source.standard_normal(keys.shape, dtype=np.float32)
+        values[:] = source.standard_normal(values.shape, dtype=np.float32)
+        written[block.block] = (keys.copy(), values.copy())
+    return written
+
+
+def prefill(session, space, tokens, seed=1):
+    memory = session.map_slots(space)
+    sequence = session.open_sequence(space, tokens)
+    written = fill(memory, sequence, seed)
+    sequence.seal(all_ranks=True)
+    return sequence, memory, written
+
+
+def test_server_info(client):
+    info = client.server_info()
+    assert info.limits.tokens > 0 and info.device_bytes == 4 << 20
+    assert info.boot_id and len(info.boot_id) == 16
+
+
+def test_what_one_writes_another_reads_without_a_copy(client):
+    space = open_space(client)
+    assert space.rank_bytes() == 2 * 2 * 2 * 4 * 8 * 4
+    with client.session(name="writer") as writer:
+        sequence, _, written = prefill(writer, space, TOKENS)
+        assert sequence.length == 10 and sequence.sealed_tokens == 10
+        sequence.close()
+    assert client.lookup(space, TOKENS).cached_tokens == 8
+    with client.session() as reader:
+        memory = reader.map_slots(space, read_only=True)
+        with reader.pin(space, TOKENS, copy_pin=True) as lease:
+            assert lease.tokens == 8
+            for block in lease.blocks():
+                keys, values = memory.array(block.slot)
+                assert memory.generation(block.slot) == block.generation
+                assert np.array_equal(keys, written[block.block][0])
+                assert np.array_equal(values, written[block.block][1])
+                assert not keys.flags.writeable and not keys.flags.owndata
+                assert block.tier == Tier.DEVICE
+            assert [np.frombuffer(data, np.uint8).tobytes() for data in lease.read()] == [
+                memory.slot(block.slot).tobytes() for block in lease.blocks()]
+            assert lease.renew(60_000) > 30_000
+
+
+def test_bytes_by_grpc(client):
+    space = open_space(client)
+    size = space.rank_bytes()
+    data = np.random.default_rng(3).integers(0, 255, size * 2, dtype=np.uint8).tobytes()
+    with client.session() as session:
+        with session.open_sequence(space, TOKENS[:8]) as sequence:
+            assert sequence.write([(0, 0, 0, 0, data[:size]), (0, 0, 1, 0, data[size:])]) == 2 * size
+            sequence.seal(all_ranks=True)
+            assert b"".join(sequence.read()) == data
+            assert b"".join(sequence.read(first_block=1)) == data[size:]
+
+
+def test_append_drafts_commit_truncate_fork(client):
+    space = open_space(client)
+    with client.session() as session:
+        sequence, memory, _ = prefill(session, space, TOKENS)
+        sequence.append([1, 2, 3], draft=True)
+        assert (sequence.length, sequence.committed_tokens) == (13, 10)
+        fill(memory, sequence, 2)
+        sequence.seal(all_ranks=True)
+        sequence.commit(1)
+        assert (sequence.length, sequence.committed_tokens) == (11, 11)
+        assert len(sequence.blocks()) == 3
+        children = sequence.fork(2)
+        assert len({child.id for child in children} | {sequence.id}) == 3
+        for number, child in enumerate(children):
+            assert child.length == 11
+            child.append([50 + number])
+            assert child.blocks()[2].slot != sequence.blocks()[2].slot
+            assert child.blocks()[:2] == sequence.blocks()[:2]
+        sequence.truncate(3)
+        assert sequence.length == 3 and len(sequence.blocks()) == 1
+
+
+def test_swap_is_byte_exact(client):
+    space = open_space(client)
+    with client.session() as session:
+        sequence, memory, written = prefill(session, space, TOKENS)
+        out = sequence.swap_out()
+        assert sequence.swapped_out and out.moved_bytes == 3 * space.block_bytes[0]
+        with pytest.raises(KvkeepError) as refused:
+            sequence.append([1])
+        assert refused.value.cause == pb.CAUSE_SWAPPED_OUT
+        assert refused.value.code == Code.FAILED_PRECONDITION
+        sequence.swap_in()
+        assert not sequence.swapped_out
+        for block in sequence.refresh().blocks():
+            keys, values = memory.array(block.slot)
+            assert np.array_equal(keys, written[block.block][0])
+            assert np.array_equal(values, written[block.block][1])
+
+
+def test_attend_against_numpy(client):
+    space = open_space(client)
+    with client.session() as session:
+        sequence, _, written = prefill(session, space, TOKENS)
+        layer, scale, position = 1, 0.4, 8
+        queries = np.random.default_rng(5).standard_normal((2, 4, 8)).astype(np.float32)
+        result, = session.attend(space, [(sequence, position, queries)], layer=layer, scale=scale)
+        keys = np.concatenate([written[b][0][layer] for b in range(3)], axis=1)[:, :10]
+        values = np.concatenate([written[b][1][layer] for b in range(3)], axis=1)[:, :10]
+        for i in range(2):
+            for head in range(4):
+                logits = scale * keys[head // 2, :position + i + 1].astype(float) @ queries[i, head]
+                top = logits.max()
+                weights = np.exp(logits - top)
+                expected = weights @ values[head // 2, :position + i + 1] / weights.sum()
+                assert np.allclose(result.output[i, head], expected, atol=1e-5)
+                assert math.isclose(result.lse[i, head], top + math.log(weights.sum()),
+                                    rel_tol=1e-5, abs_tol=1e-5)
+        assert result.device_tokens == 10 and result.host_tokens == 0
+
+
+def test_ranks_of_an_instance(client):
+    """Two tensor ranks, two sessions; visible when both have sealed."""
+    space = open_space(client, tensor_shards=2)
+    with client.session(name="rank 0") as first:
+        with client.session(instance_token=first.instance_token, rank=1) as second:
+            sequence = first.open_sequence(space, TOKENS[:8])
+            for session in (first, second):
+                memory = session.map_slots(space)
+                for block in sequence.blocks():
+                    keys, _ = memory.array(block.slot)
+                    assert keys.shape == (2, 1, 4, 8)
+                    keys[:] = session.rank + 1
+                assert client.lookup(space, TOKENS[:8]).cached_tokens == 0
+                second_view = sequence if session is first else \
+                    kvkeep.Sequence(second, space, pb.SequenceResponse(
+                        sequence_id=sequence.id, length=8))
+                second_view.seal()
+            assert client.lookup(space, TOKENS[:8]).cached_tokens == 8
+
+
+def test_transfer_ticket(client):
+    space = open_space(client)
+    with client.session() as session:
+        sequence, memory, written = prefill(session, space, TOKENS)
+        with sequence.begin_transfer(block_count=2) as transfer:
+            for block in transfer.blocks():
+                assert np.array_equal(memory.array(block.slot)[0], written[block.block][0])
+        with pytest.raises(KvkeepError) as refused:
+            session.client.call("EndTransfer", pb.EndTransferRequest(session_id=session.id,
+                                                                     ticket=transfer.ticket))
+        assert refused.value.code == Code.NOT_FOUND
+
+
+def test_salt_and_spans_keep_apart(client):
+    space = open_space(client)
+    span = kvkeep.ContentSpan(2, 2, b"image one")
+    plain = kvkeep.Prompt(TOKENS)
+    salted = kvkeep.Prompt(TOKENS, salt="user 1")
+    pictured = kvkeep.Prompt(TOKENS, spans=[span])
+    with client.session() as session:
+        prefill(session, space, salted)
+        prefill(session, space, pictured)
+        assert client.lookup(space, plain).cached_tokens == 0
+        assert client.lookup(space, salted).cached_tokens == 8
+        assert client.lookup(space, pictured).cached_tokens == 8
+        other = kvkeep.Prompt(TOKENS, spans=[kvkeep.ContentSpan(2, 2, b"image two")])
+        assert client.lookup(space, other).cached_tokens == 0
+        assert client.touch(space, salted) == 8
+        assert client.lookup(space, salted, leave_last=True).cached_tokens == 8
+        assert client.invalidate(space, salt="user 1").device_blocks == 2
+        assert client.lookup(space, salted).cached_tokens == 0
+        assert client.lookup(space, pictured).cached_tokens == 8
+
+
+def test_refusals_name_the_field(client):
+    with pytest.raises(KvkeepError) as refused:
+        open_space(client, block_tokens=0)
+    assert refused.value.code == Code.INVALID_ARGUMENT
+    assert refused.value.field == "block_tokens" and "block_tokens" in str(refused.value)
+    assert refused.value.cause == pb.CAUSE_FIELD and refused.value.cause.name == "field"
+    for wrong in ([-1], [1 << 32], [0.5], [[1, 2]]):
+        with pytest.raises(ValueError):
+            kvkeep.token_bytes(wrong)
+    assert kvkeep.token_bytes(np.array([1, 2], dtype=np.int64)) == b"\1\0\0\0\2\0\0\0"
+    assert kvkeep.token_bytes([]) == b""
+    with pytest.raises(ValueError):
+        client.invalidate(salt="x")
+
+
+def test_a_full_pool_is_typed(start):
+    daemon = start("[tiers]\ndevice_bytes = 64 KiB\nhost_bytes = 0\nhuge_pages = no\n")
+    quick = kvkeep.Retry(attempts=1)
+    with kvkeep.connect(daemon.target, retry=quick) as client, client.session() as session:
+        space = open_space(client)
+        sequence = session.open_sequence(space, list(range(4 * 60)))
+        with pytest.raises(KvkeepError) as refused:
+            session.open_sequence(space, list(range(1000, 1000 + 4 * 60)))
+        assert refused.value.code == Code.RESOURCE_EXHAUSTED
+        assert refused.value.cause == pb.CAUSE_POOL_ACTIVE
+        sequence.close()
+
+
+def test_bf16_and_different_head_sizes(client):
+    group = kvkeep.LayerGroup(layers=3, kv_heads=2, head_size_k=16, head_size_v=8)
+    space = open_space(client, model="bf16", groups=(group,))
+    with client.session() as session:
+        memory = session.map_slots(space)
+        with session.open_sequence(space, TOKENS[:4]) as sequence:
+            keys, values = memory.array(sequence.blocks()[0].slot)
+            assert keys.shape == (3, 2, 4, 16) and values.shape == (3, 2, 4, 8)
+            assert keys.dtype == np.uint16
+            keys[:] = 0x3F80  # 1.0
+            values[:] = 0x4000  # 2.0
+            raw = memory.slot(sequence.blocks()[0].slot).view(np.uint16)
+            per_layer = raw.reshape(3, -1)
+            assert (per_layer[:, :2 * 4 * 16] == 0x3F80).all()
+            assert (per_layer[:, 2 * 4 * 16:] == 0x4000).all()
+
+
+def test_latent_cache_has_no_values(client):
+    group = kvkeep.LayerGroup(layers=2, kv_heads=1, head_size_k=24, head_size_v=16, latent=True,
+                              format_k=kvkeep.Format.FP32)
+    space = open_space(client, model="mla", groups=(group,), tensor_shards=4)
+    assert len(space.shard_bytes[0]) == 1 and space.rank_shard[0] == (0, 0, 0, 0)
+    with client.session() as session:
+        memory = session.map_slots(space)
+        with session.open_sequence(space, TOKENS[:4]) as sequence:
+            keys, values = memory.array(sequence.blocks()[0].slot)
+            assert keys.shape == (2, 1, 4, 24) and values is None
+
+
+def test_scratch(client):
+    with client.session() as session:
+        scratch = session.map_scratch(1 << 16)
+        view = scratch.array(256, (4, 8))
+        view[:] = 7
+        assert scratch.bytes[256:260].view(np.float32)[0] == 7
+        with pytest.raises(IndexError):
+            scratch.array(1 << 16, (1,))
+
+
+def test_a_session_ends_with_its_client(daemon, client):
+    other = kvkeep.connect(daemon.target)
+    session = other.session()
+    space = open_space(client)
+    sequence = session.open_sequence(space, TOKENS)
+    other.close()
+    assert session.ended.wait(10)
+    end = time.monotonic() + 5
+    while client.call and True:
+        info = client.admin.ListSequences(pb.ListSequencesRequest(), timeout=5)
+        if not any(row.sequence_id == sequence.id for row in info.sequences):
+            break
+        assert time.monotonic() < end, "the sequence did not end with its session"
+        time.sleep(0.02)
+
+
+def test_the_daemon_dies_and_is_there_again(daemon):
+    with kvkeep.connect(daemon.target, retry=kvkeep.Retry(attempts=12, longest_ms=500)) as client:
+        session = client.session()
+        space = open_space(client)
+        daemon.kill()
+        assert session.ended.wait(10)
+        assert session.error is not None and session.error.code == Code.UNAVAILABLE
+        answers = []
+        waiter = threading.Thread(target=lambda: answers.append(client.server_info().boot_id))
+        waiter.start()
+        daemon.start()
+        waiter.join(20)
+        assert answers and answers[0] != session.boot_id
+        again = open_space(client)
+        assert again.block_bytes == space.block_bytes
+        with client.session() as fresh:
+            sequence, _, _ = prefill(fresh, again, TOKENS)
+            assert sequence.sealed_tokens == 10
+        session.close()
+
+
+def test_notices_are_told(client):
+    told = []
+    with kvkeep.Session(client, on_notice=lambda kind, value: told.append((kind, value))) as session:
+        space = open_space(client)
+        prefill(session, space, TOKENS)
+        client.invalidate(space)
+        end = time.monotonic() + 5
+        while ("invalidated", space.id) not in told:
+            assert time.monotonic() < end, told
+            time.sleep(0.01)
