@@ -24,6 +24,8 @@ FUNCTION_LINES_MAX = 100
 FOLDERS = ["base", "index", "gpu", "hosttier", "daemon", "proto", "client", "bench", "tests",
            "cmake", "deploy", "docs"]
 CODE = {".c", ".h", ".inc"}
+# What builds of the Python package and its tests leave behind.
+MADE = re.compile(r"/(__pycache__|[^/]*\.egg-info)/|^/client/python/build/")
 # Definitions that other projects publish, kept as they are.
 FOREIGN = ("proto/google/", "proto/grpc/")
 TEXT = CODE | {".proto", ".py", ".sh", ".cmake", ".txt", ".md"}
@@ -80,7 +82,7 @@ def find_files(root):
         for path in sorted((root / folder).rglob("*")):
             if path.is_file() and (path.suffix in TEXT or path.name == "CMakeLists.txt"):
                 name = path.relative_to(root).as_posix()
-                if "__pycache__" not in path.parts and not name.startswith(FOREIGN):
+                if not MADE.search("/" + name) and not name.startswith(FOREIGN):
                     found.append(name)
     return found + [name for name in ["CMakeLists.txt", "README.md"] if (root / name).is_file()]
 

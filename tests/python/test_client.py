@@ -78,7 +78,8 @@ def test_bytes_by_grpc(client):
     data = np.random.default_rng(3).integers(0, 255, size * 2, dtype=np.uint8).tobytes()
     with client.session() as session:
         with session.open_sequence(space, TOKENS[:8]) as sequence:
-            assert sequence.write([(0, 0, 0, 0, data[:size]), (0, 0, 1, 0, data[size:])]) == 2 * size
+            pieces = [(0, 0, 0, 0, data[:size]), (0, 0, 1, 0, data[size:])]
+            assert sequence.write(pieces) == 2 * size
             sequence.seal(all_ranks=True)
             assert b"".join(sequence.read()) == data
             assert b"".join(sequence.read(first_block=1)) == data[size:]
@@ -274,7 +275,7 @@ def test_a_session_ends_with_its_client(daemon, client):
     other.close()
     assert session.ended.wait(10)
     end = time.monotonic() + 5
-    while client.call and True:
+    while True:
         info = client.admin.ListSequences(pb.ListSequencesRequest(), timeout=5)
         if not any(row.sequence_id == sequence.id for row in info.sequences):
             break
@@ -305,7 +306,7 @@ def test_the_daemon_dies_and_is_there_again(daemon):
 
 def test_notices_are_told(client):
     told = []
-    with kvkeep.Session(client, on_notice=lambda kind, value: told.append((kind, value))) as session:
+    with kvkeep.Session(client, on_notice=lambda *notice: told.append(notice)) as session:
         space = open_space(client)
         prefill(session, space, TOKENS)
         client.invalidate(space)
