@@ -223,30 +223,12 @@ static void gate_leave(struct kvk_catalogue *catalogue)
     KVK_ASSERT(failed == 0);
 }
 
-enum kvk_status kvk_catalogue_read_begin(struct kvk_catalogue *catalogue,
-                                         struct kvk_catalogue_transaction *transaction,
-                                         struct kvk_error *error)
-{
-    KVK_ASSERT(kvk_locks_held() == 0);
-    transaction->catalogue = catalogue;
-    gate_enter(catalogue);
-    int code = MDB_PANIC;
-    if (catalogue->environment != NULL) {
-        code = mdb_txn_begin(catalogue->environment, NULL, MDB_RDONLY, &transaction->handle);
-    }
-    if (code != 0) {
-        gate_leave(catalogue);
-        return kvk_catalogue_fail(catalogue, code, "reading", error);
-    }
-    return KVK_OK;
-}
-
-static int write_try(struct kvk_catalogue *catalogue, struct kvk_catalogue_transaction *transaction)
+static int begin_try(struct kvk_catalogue *catalogue, unsigned flags, MDB_txn **handle)
 {
     gate_enter(catalogue);
     int code = MDB_PANIC;
     if (catalogue->environment != NULL) {
-        code = mdb_txn_begin(catalogue->environment, NULL, 0, &transaction->handle);
+        code = mdb_txn_begin(catalogue->environment, NULL, flags, handle);
     }
     if (code != 0) {
         gate_leave(catalogue);
@@ -254,21 +236,35 @@ static int write_try(struct kvk_catalogue *catalogue, struct kvk_catalogue_trans
     return code;
 }
 
-enum kvk_status kvk_catalogue_write_begin(struct kvk_catalogue *catalogue,
-                                          struct kvk_catalogue_transaction *transaction,
-                                          struct kvk_error *error)
+static enum kvk_status begin(struct kvk_catalogue *catalogue, unsigned flags,
+                             struct kvk_catalogue_transaction *transaction, const char *doing,
+                             struct kvk_error *error)
 {
     KVK_ASSERT(kvk_locks_held() == 0);
     transaction->catalogue = catalogue;
-    int code = write_try(catalogue, transaction);
+    int code = begin_try(catalogue, flags, &transaction->handle);
     if (code == MDB_PANIC) {
         enum kvk_status status = environment_open_again(catalogue, error);
         if (status != KVK_OK) {
             return status;
         }
-        code = write_try(catalogue, transaction);
+        code = begin_try(catalogue, flags, &transaction->handle);
     }
-    return code == 0 ? KVK_OK : kvk_catalogue_fail(catalogue, code, "writing", error);
+    return code == 0 ? KVK_OK : kvk_catalogue_fail(catalogue, code, doing, error);
+}
+
+enum kvk_status kvk_catalogue_read_begin(struct kvk_catalogue *catalogue,
+                                         struct kvk_catalogue_transaction *transaction,
+                                         struct kvk_error *error)
+{
+    return begin(catalogue, MDB_RDONLY, transaction, "reading", error);
+}
+
+enum kvk_status kvk_catalogue_write_begin(struct kvk_catalogue *catalogue,
+                                          struct kvk_catalogue_transaction *transaction,
+                                          struct kvk_error *error)
+{
+    return begin(catalogue, 0, transaction, "writing", error);
 }
 
 /* Pages that are in use, by LMDB's own count, and records. */
