@@ -753,9 +753,10 @@ KVK_CHECKED enum kvk_status kvk_quota_check_holds(const struct kvk_cache *cache,
                                                   const struct kvk_quota_mark *mark,
                                                   struct kvk_error *error);
 
-/* One more sequence (lease) of the tenant: KVK_EXHAUSTED over its limit. */
+/* `more` sequences (leases) of the tenant: KVK_EXHAUSTED over its limit. */
 KVK_CHECKED enum kvk_status kvk_quota_check_count(const struct kvk_tenant_state *state,
-                                                  bool sequences, struct kvk_error *error);
+                                                  bool sequences, uint32_t more,
+                                                  struct kvk_error *error);
 /* A bounded part of what a lowered limit and idle times leave to do. Drops the lock. */
 void kvk_quota_maintain_drops(struct kvk_cache *cache);
 /* ================= usage.c ================= */

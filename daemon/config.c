@@ -7,6 +7,7 @@
 #include "base/bytes.h"
 #include "base/options.h"
 #include "daemon/config_table.h"
+#include "daemon/quota.h"
 
 /* ---- Life ---- */
 
@@ -305,11 +306,40 @@ static enum kvk_status server_check(const struct kvk_config *config, struct kvk_
     return status == KVK_OK ? tcp_check(config, error) : status;
 }
 
+/* Each tenant's own, and all their guarantees together. */
+static enum kvk_status quotas_check(const struct kvk_config *config, struct kvk_error *error)
+{
+    const uint64_t pool_bytes[KVK_TIER_COUNT] = {config->device_bytes, config->host_bytes,
+                                                 config->disk_bytes};
+    uint64_t guaranteed_bytes[KVK_TIER_COUNT] = {0};
+    for (uint32_t i = 0; i < config->tenant_count; i++) {
+        struct kvk_tenant_quota quota = config->tenants[i].quota;
+        struct kvk_error inner;
+        quota.over_quota = (uint8_t)config->tenants[i].over_quota;
+        enum kvk_status status = kvk_quota_check(&quota, pool_bytes, guaranteed_bytes, &inner);
+        if (status != KVK_OK) {
+            char field[KVK_ERROR_FIELD_SIZE];
+            (void)snprintf(field, sizeof(field), "tenant %.24s.%.30s", config->tenants[i].name,
+                           inner.field);
+            return kvk_fail_limit(error, status, inner.cause, field, inner.value, inner.limit,
+                                  "tenant %.40s: %s", config->tenants[i].name, inner.text);
+        }
+        for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
+            guaranteed_bytes[tier] += quota.guaranteed_bytes[tier];
+        }
+    }
+    return KVK_OK;
+}
+
 enum kvk_status kvk_config_check(const struct kvk_config *config, struct kvk_error *error)
 {
     enum kvk_status status = server_check(config, error);
     if (status != KVK_OK) {
         return status;
+    }
+    if (config->disk_bytes > 0 && config->durable_folder[0] == '\0') {
+        return refuse(error, "durable.disk_bytes",
+                      "disk_bytes is given, but no durable.folder to keep blocks in");
     }
     if (config->device_bytes == 0 && config->host_bytes == 0) {
         return refuse(
@@ -323,5 +353,6 @@ enum kvk_status kvk_config_check(const struct kvk_config *config, struct kvk_err
                               "instance has a session",
                               config->sessions, config->instances);
     }
-    return tenants_check(config, error);
+    status = quotas_check(config, error);
+    return status == KVK_OK ? tenants_check(config, error) : status;
 }

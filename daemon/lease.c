@@ -293,7 +293,7 @@ static enum kvk_status check_found(const struct pinning *pinning, uint64_t token
         return KVK_EXHAUSTED;
     }
     const struct kvk_tenant_state *tenant = kvk_tenant_state_of(cache, pinning->space->tenant);
-    return tokens > 0 ? kvk_quota_check_count(tenant, false, pinning->error) : KVK_OK;
+    return tokens > 0 ? kvk_quota_check_count(tenant, false, 1, pinning->error) : KVK_OK;
 }
 
 /* What a lease says of itself, when it is made and when it is asked for again. */

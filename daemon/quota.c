@@ -371,12 +371,12 @@ enum kvk_status kvk_quota_check_holds(const struct kvk_cache *cache,
 /* ---- Counts ---- */
 
 enum kvk_status kvk_quota_check_count(const struct kvk_tenant_state *state, bool sequences,
-                                      struct kvk_error *error)
+                                      uint32_t more, struct kvk_error *error)
 {
     const char *name = sequences ? "sequences" : "leases";
     uint32_t count = sequences ? state->sequences : state->leases;
     uint32_t limit = sequences ? state->quota.sequences : state->quota.leases;
-    if (limit == 0 || count < limit) {
+    if (limit == 0 || (count <= limit && more <= limit - count)) {
         return KVK_OK;
     }
     (void)kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_TENANT_LIMIT, name, count, limit,

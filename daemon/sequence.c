@@ -125,7 +125,7 @@ enum kvk_status kvk_sequence_link(struct kvk_cache *cache, struct kvk_sequence *
                                   struct kvk_error *error)
 {
     struct kvk_tenant_state *tenant = kvk_tenant_state_of(cache, space->tenant);
-    enum kvk_status status = kvk_quota_check_count(tenant, true, error);
+    enum kvk_status status = kvk_quota_check_count(tenant, true, 1, error);
     if (status != KVK_OK) {
         return status;
     }

@@ -135,11 +135,15 @@ static enum kvk_status children_link(struct forking *forking)
         kvk_error_retry(forking->error, 100);
         return KVK_EXHAUSTED;
     }
+    const struct kvk_tenant_state *tenant = kvk_tenant_state_of(cache, parent->space->tenant);
+    enum kvk_status status = kvk_quota_check_count(tenant, true, forking->count, forking->error);
+    if (status != KVK_OK) {
+        return status;
+    }
     for (uint32_t i = 0; i < forking->count; i++) {
         struct kvk_sequence *child = forking->children[i];
         child_fill(forking, child, i + 1);
-        enum kvk_status status =
-            kvk_sequence_link(cache, child, parent->instance, parent->space, forking->error);
+        status = kvk_sequence_link(cache, child, parent->instance, parent->space, forking->error);
         KVK_ASSERT(status == KVK_OK);
         child_share(cache, parent, child);
     }

@@ -120,6 +120,26 @@ static enum kvk_status check_there(const struct kvk_cache *cache, enum kvk_tier 
     return KVK_OK;
 }
 
+/* What can never fit in the tenant's limit is refused before its own idle blocks go for it. */
+static enum kvk_status check_quota(struct kvk_cache *cache, const struct kvk_sequence *sequence,
+                                   enum kvk_tier tier, const struct kvk_relocation *list,
+                                   uint32_t count, const struct kvk_caller *caller,
+                                   struct kvk_error *error)
+{
+    struct kvk_space *space = sequence->space;
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t id = sequence->groups[list[i].group].blocks[list[i].index];
+        bool there = kvk_index_block(cache->index, id)->slot[tier] != KVK_SLOT_NONE;
+        bytes += there ? 0 : space->groups[list[i].group]->block_bytes;
+    }
+    if (cache->tiers[tier].device == NULL ||
+        kvk_quota_admits(cache, space->tenant, tier, bytes, 0, 0) == KVK_QUOTA_OK) {
+        return KVK_OK; /* where there is no tier, it is said so below */
+    }
+    return kvk_room_refuse(cache, tier, bytes, space, sequence->id, caller, error);
+}
+
 enum kvk_status kvk_sequence_bring_drops(struct kvk_cache *cache, struct kvk_sequence *sequence,
                                          enum kvk_tier tier, const struct kvk_relocation *list,
                                          uint32_t count, uint32_t *moved,
@@ -131,8 +151,13 @@ enum kvk_status kvk_sequence_bring_drops(struct kvk_cache *cache, struct kvk_seq
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "", "no memory to move blocks");
     }
     uint32_t taken = 0;
-    enum kvk_status status =
-        take_slots_drops(cache, sequence, tier, list, count, moves, &taken, caller, error);
+    enum kvk_status status = KVK_OK;
+    if (moved == NULL) {
+        status = check_quota(cache, sequence, tier, list, count, caller, error);
+    }
+    if (status == KVK_OK) {
+        status = take_slots_drops(cache, sequence, tier, list, count, moves, &taken, caller, error);
+    }
     if (status == KVK_EXHAUSTED && moved != NULL) {
         status = KVK_OK; /* as many as there is room for */
     }
