@@ -217,7 +217,7 @@ Test(room, every_refusal_has_its_cause)
         kvk_block_release(store.cache, ids[i], true);
     }
 
-    device->growth_bytes = 6 * BLOCK;
+    kvk_quota_growth_change(store.cache, store.space->tenant, DEVICE, 0, 6 * BLOCK);
     uint32_t *blocks[KVK_GROUP_COUNT_MAX] = {more};
     struct kvk_room_want want = {.tier = DEVICE, .counts = {3}};
     cr_assert_eq(kvk_room_reserve_drops(store.cache, store.space, &want, blocks,
@@ -228,7 +228,7 @@ Test(room, every_refusal_has_its_cause)
     cr_assert_eq(kvk_room_reserve_drops(store.cache, store.space, &want, blocks,
                                         &store.house.caller, &store.house.error),
                  KVK_OK);
-    device->growth_bytes = 0;
+    kvk_quota_growth_change(store.cache, store.space->tenant, DEVICE, 6 * BLOCK, 0);
     store.cache->passing_holds += 3;
     for (uint32_t i = 0; i < 3; i++) {
         store_release(&store, more[i]);
