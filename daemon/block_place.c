@@ -12,7 +12,7 @@
 
 enum kvk_tier kvk_block_tier(const struct kvk_block *block)
 {
-    if (block->tier_mask == 1U << KVK_TIER_HOST) {
+    if ((block->tier_mask & KVK_MEMORY_TIER_MASK) == 1U << KVK_TIER_HOST) {
         return KVK_TIER_HOST; /* a slot beside it would hold damaged bytes */
     }
     if (block->slot[KVK_TIER_DEVICE] != KVK_SLOT_NONE) {

@@ -243,8 +243,8 @@ static struct kvk_evict_queue *queue_for(const struct kvk_cache *cache, struct k
         }
         return on_disk ? &host->clean : &host->queue;
     }
-    bool leaves_disk = evictable && on_disk && block->pin_count[KVK_TIER_DISK] == 0 &&
-                       is_disk_leaf(group, block);
+    bool leaves_disk =
+        evictable && on_disk && block->pin_count[KVK_TIER_DISK] == 0 && is_disk_leaf(group, block);
     return leaves_disk ? &group->tiers[KVK_TIER_DISK].queue : NULL;
 }
 

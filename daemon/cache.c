@@ -9,6 +9,7 @@
 #include "base/random.h"
 #include "daemon/cache_internal.h"
 #include "daemon/persist.h"
+#include "daemon/scrub.h"
 
 #define TICK_NS (50 * KVK_NS_PER_MS) /* between rounds of maintenance */
 #define STALL_NS KVK_NS_PER_SECOND   /* a gap beyond which the daemon itself stood still */
@@ -34,6 +35,14 @@ static enum kvk_status devices_take(struct kvk_cache *cache,
     cache->devices[KVK_TIER_HOST] = options->host_device;
     cache->memory = options->host_device != NULL ? options->host_device : options->device;
     const uint64_t limits[KVK_MEMORY_TIER_COUNT] = {config->device_bytes, config->host_bytes};
+    uint64_t disk_bytes = options->disk != NULL ? config->disk_bytes : 0;
+    kvk_pool_init(&cache->tiers[KVK_TIER_DISK].pool, disk_bytes);
+    if (disk_bytes > 0) {
+        cache->tiers[KVK_TIER_DISK].tenant_bytes = calloc(KVK_TENANT_COUNT_MAX, sizeof(uint64_t));
+        if (cache->tiers[KVK_TIER_DISK].tenant_bytes == NULL) {
+            return fail_memory(error);
+        }
+    }
     for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         kvk_pool_init(&cache->tiers[i].pool, limits[i]);
         if (limits[i] == 0) {
@@ -189,10 +198,19 @@ enum kvk_status kvk_cache_create(const struct kvk_cache_options *options, struct
         status = index_make(cache, error);
     }
     if (status == KVK_OK) {
+        status = kvk_disk_tier_create(cache, error);
+    }
+    if (status == KVK_OK) {
         status = tables_make(cache, error);
     }
     if (status == KVK_OK && cache->threads) {
         status = maintenance_start(cache, error);
+    }
+    if (status == KVK_OK) {
+        status = kvk_disk_tier_start(cache, error);
+    }
+    if (status == KVK_OK) {
+        status = kvk_scrub_create(cache, error);
     }
     if (status != KVK_OK) {
         kvk_cache_destroy(cache);
@@ -224,14 +242,14 @@ static void blocks_forget(struct kvk_cache *cache)
     uint32_t end = kvk_index_block_id_end(cache->index);
     for (uint32_t id = 0; id < end; id++) {
         uint8_t mask = kvk_index_block(cache->index, id)->tier_mask;
-        for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+        for (int i = 0; i < KVK_TIER_COUNT; i++) {
             if ((mask & (1U << i)) != 0) {
                 kvk_block_drop_copy(cache, id, (enum kvk_tier)i, false);
             }
         }
     }
     KVK_ASSERT(kvk_index_block_count(cache->index) == 0);
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
         KVK_ASSERT(cache->tiers[i].used_bytes == 0);
         KVK_ASSERT(cache->tiers[i].bound_bytes == 0);
         KVK_ASSERT(cache->tiers[i].growth_bytes == 0);
@@ -258,7 +276,8 @@ static void memory_free(struct kvk_cache *cache)
         free(cache->path[g]);
         free(cache->path_tiers[g]);
     }
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+    kvk_disk_tier_destroy(cache);
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
         free(cache->tiers[i].tenant_bytes);
     }
     free(cache->tenant_states);
@@ -279,7 +298,9 @@ void kvk_cache_destroy(struct kvk_cache *cache)
     if (cache == NULL) {
         return;
     }
+    kvk_scrub_destroy(cache);
     maintenance_stop(cache);
+    kvk_disk_tier_stop(cache);
     if (cache->mover != NULL) { /* made last: all else is there too */
         kvk_sessions_end_all_unlocked(cache);
         blocks_forget(cache);
@@ -436,6 +457,9 @@ void kvk_cache_maintain(struct kvk_cache *cache)
     gap_note(cache);
     strays_drops(cache);
     gap_note(cache);
+    if (!cache->threads) {
+        (void)kvk_disk_round_drops(cache);
+    }
     kvk_persist_maintain_drops(cache);
     gap_note(cache);
     kvk_usage_maintain_drops(cache);

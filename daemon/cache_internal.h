@@ -168,6 +168,7 @@ struct kvk_sequence {
     uint64_t growth_tokens; /* room still kept for it */
     uint64_t growth_bytes;  /* as counted in cache.tiers[home].growth_bytes */
     struct kvk_sequence_group groups[KVK_GROUP_COUNT_MAX];
+    struct kvk_disk_estimate disk; /* what of its prefix was on disk alone when it was opened */
     struct kvk_last_change last;
     struct kvk_request_id request_id;
     uint64_t opened_ns;
@@ -406,6 +407,7 @@ struct kvk_cache {
     struct kvk_mover *mover;
     struct kvk_tier_state tiers[KVK_TIER_COUNT];
     struct kvk_disk_tier *disk_tier;        /* disk_tier.h; NULL: none. Ours */
+    struct kvk_scrub *scrub;                /* scrub.h; ours */
     struct kvk_tenant_state *tenant_states; /* [KVK_TENANT_COUNT_MAX] by tenant.index, ours */
     bool trim_wanted;    /* a tenant may be above its limit: a quota was changed */
     uint32_t idle_next;  /* group whose idle blocks are looked for next */
@@ -841,6 +843,9 @@ struct kvk_prefix {
 void kvk_prefix_find(struct kvk_cache *cache, struct kvk_space *space,
                      const uint32_t roots[KVK_GROUP_COUNT_MAX], const struct kvk_prompt *prompt,
                      uint64_t token_limit, struct kvk_prefix *prefix);
+/* Some of path_tiers were changed: the boundary as it is now, at or below prefix->blocks. */
+void kvk_prefix_shorten(const struct kvk_cache *cache, const struct kvk_space *space,
+                        struct kvk_prefix *prefix);
 /* Does a query after `blocks` blocks see block `index` of the group? */
 bool kvk_group_sees(const struct kvk_group *group, uint64_t blocks, uint64_t index);
 /* Tokens that a look-up may find: 0 below the space's lookup_min_tokens. */

@@ -91,6 +91,14 @@ struct kvk_config {
     /* [durable] */
     char durable_folder[KVK_FOLDER_SIZE]; /* "": nothing outlives the daemon */
     uint64_t catalogue_bytes;
+    uint64_t disk_bytes; /* 0: no disk tier */
+    bool disk_direct;
+    bool disk_uring;
+    uint32_t disk_depth;      /* requests under way */
+    uint32_t disk_admit_uses; /* so often used, a block is written; 1: every one */
+    uint32_t disk_read_ahead; /* blocks that may wait to be read before anybody asks; 0: none */
+    uint64_t scrub_bytes_per_second; /* 0: nothing is scrubbed */
+    uint64_t scrub_interval_ms;      /* from the beginning of one pass to that of the next */
 
     /* [limits] */
     uint32_t spaces;

@@ -251,6 +251,61 @@ static const struct kvk_option_field durable_fields[] = {
      .help = "The most that the catalogue's file may grow to. Address space is taken for it at the "
              "start, disk space as it grows; about 300 bytes per block on disk, and twice its "
              "tokens' 4 bytes."},
+    {.name = "disk_bytes",
+     .kind = KVK_OPTION_SIZE,
+     AT(disk_bytes),
+     .fallback = "0",
+     .maximum = 1024 * TIB,
+     .help = "The most that blocks on disk take, alignment included; never passed. 0: no disk tier. "
+             "A block's copy there survives restarts and power cuts."},
+    {.name = "disk_direct",
+     .kind = KVK_OPTION_BOOL,
+     AT(disk_direct),
+     .fallback = "yes",
+     .help = "Read and write past the page cache (O_DIRECT), where the file system can."},
+    {.name = "disk_uring",
+     .kind = KVK_OPTION_BOOL,
+     AT(disk_uring),
+     .fallback = "yes",
+     .help = "Use io_uring where the kernel has it; else a few threads."},
+    {.name = "disk_depth",
+     .kind = KVK_OPTION_COUNT,
+     AT(disk_depth),
+     .fallback = "64",
+     .minimum = 1,
+     .maximum = 1024,
+     .help = "Reads or writes that the disk has to do at a time."},
+    {.name = "disk_admit_uses",
+     .kind = KVK_OPTION_COUNT,
+     AT(disk_admit_uses),
+     .fallback = "2",
+     .minimum = 1,
+     .maximum = 1000,
+     .help = "A block is written to disk when it is used for the so-manieth time, its sealing being "
+             "the first: most blocks are never asked for again, and wear the disk for nothing. 1: "
+             "every block is written."},
+    {.name = "disk_read_ahead",
+     .kind = KVK_OPTION_COUNT,
+     AT(disk_read_ahead),
+     .fallback = "256",
+     .maximum = 65536,
+     .help = "Blocks that may wait to be read from disk before anybody asks for them, because a "
+             "prompt that was looked up goes on there. They take only free room, or that of blocks "
+             "that are on disk too. 0: nothing is read ahead."},
+    {.name = "scrub_bytes_per_second",
+     .kind = KVK_OPTION_SIZE,
+     AT(scrub_bytes_per_second),
+     .fallback = "64 MiB",
+     .maximum = TIB,
+     .help = "How fast the checksums of blocks that nobody asks for are taken again, in memory and "
+             "on disk. A copy that does not match is given up. 0: never."},
+    {.name = "scrub_interval_ms",
+     .kind = KVK_OPTION_DURATION,
+     AT(scrub_interval_ms),
+     .fallback = "10 min",
+     .minimum = 1,
+     .maximum = 24 * HOUR * 30,
+     .help = "A pass over all copies begins at most so often."},
 };
 
 static const struct kvk_option_field limits_fields[] = {

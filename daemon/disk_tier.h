@@ -66,8 +66,9 @@ void kvk_disk_block_gone(struct kvk_cache *cache, uint32_t block);
 
 /* ---- Writing behind ---- */
 
-/* The block was used, or sealed: it is queued if it is worth it and not on disk yet. Cheap. */
-void kvk_disk_offer(struct kvk_cache *cache, uint32_t block);
+/* The block was used, or `sealed` just now: it is queued if it is worth it and not on disk yet.
+ * Cheap. */
+void kvk_disk_offer(struct kvk_cache *cache, uint32_t block, bool sealed);
 
 /* One bounded round of what the thread does: slots that are free again, reading ahead, writing
  * behind, giving extents back. True: there is more to do at once. */
@@ -92,8 +93,8 @@ struct kvk_disk_kept {
 
 /*
  * As kvk_prefix_find(), but the prefix ends where bytes are in memory: what is on disk alone is
- * brought back before, where that is estimated to be quicker than to compute it. A block that cannot
- * be read or is damaged ends the prefix: a miss, never an error.
+ * brought back before, where that is estimated to be quicker than to compute it. A block that
+ * cannot be read or is damaged ends the prefix: a miss, never an error.
  *
  * KVK_WOULD_BLOCK: there is something to bring back and the caller may not block. KVK_DEADLINE,
  * KVK_CANCELLED as the caller wants. The lock is dropped only if the caller may block. What was
@@ -106,6 +107,10 @@ kvk_disk_prefix_find_drops(struct kvk_cache *cache, struct kvk_space *space, con
                            struct kvk_disk_estimate *estimate, struct kvk_disk_kept *kept,
                            struct kvk_error *error);
 void kvk_disk_kept_finish(struct kvk_cache *cache, struct kvk_disk_kept *kept);
+/* As far as it is in memory, at once. */
+void kvk_disk_prefix_find_memory(struct kvk_cache *cache, struct kvk_space *space,
+                                 const uint32_t *roots, const struct kvk_prompt *prompt,
+                                 uint64_t token_limit, struct kvk_prefix *prefix);
 
 /* What it would cost to bring back what the prefix has on disk alone; for look-ups. */
 void kvk_disk_estimate(const struct kvk_cache *cache, const struct kvk_space *space,

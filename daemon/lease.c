@@ -310,6 +310,40 @@ static void pin_answer(const struct kvk_cache *cache, const struct kvk_lease *le
     }
 }
 
+/* Bring back what is on disk alone, where that is worth it. Afterwards session and space have to be
+ * found again. */
+static enum kvk_status pin_restore_drops(struct pinning *pinning, struct kvk_disk_kept *kept,
+                                         struct kvk_disk_estimate *estimate)
+{
+    struct kvk_cache *cache = pinning->cache;
+    struct kvk_space *space = pinning->space;
+    const struct kvk_prompt *prompt = &pinning->request->prompt;
+    struct kvk_prefix prefix;
+    uint32_t roots[KVK_GROUP_COUNT_MAX];
+    uint32_t group_count = space->group_count;
+    if (cache->disk_tier == NULL) {
+        return KVK_OK;
+    }
+    kvk_space_roots_find(cache, space, prompt->salt, prompt->salt_size, roots);
+    for (uint32_t g = 0; g < group_count; g++) {
+        if (roots[g] == KVK_ROOT_NONE) {
+            return KVK_OK; /* nothing is known of the salt */
+        }
+    }
+    for (uint32_t g = 0; g < group_count; g++) {
+        kvk_index_root_hold(cache->index, roots[g]);
+    }
+    space->reference_count++;
+    enum kvk_status status =
+        kvk_disk_prefix_find_drops(cache, space, roots, prompt, pinning->limit_tokens,
+                                   pinning->caller, &prefix, estimate, kept, pinning->error);
+    space->reference_count--;
+    for (uint32_t g = 0; g < group_count; g++) {
+        kvk_index_root_release(cache->index, roots[g]);
+    }
+    return status;
+}
+
 /* With the lock: find, and fill `lease`. `*used`: the lease is the cache's now. */
 static enum kvk_status pin_take(struct pinning *pinning, struct kvk_lease *lease,
                                 struct kvk_pin_reply *reply, struct kvk_tables *tables, bool *used)
@@ -320,7 +354,8 @@ static enum kvk_status pin_take(struct pinning *pinning, struct kvk_lease *lease
     struct kvk_prefix prefix;
     uint32_t roots[KVK_GROUP_COUNT_MAX];
     kvk_space_roots_find(cache, space, request->prompt.salt, request->prompt.salt_size, roots);
-    kvk_prefix_find(cache, space, roots, &request->prompt, pinning->limit_tokens, &prefix);
+    kvk_disk_prefix_find_memory(cache, space, roots, &request->prompt, pinning->limit_tokens,
+                                &prefix);
     uint64_t tokens = prefix.blocks * space->block_tokens;
     enum kvk_status status = check_found(pinning, tokens);
     if (status != KVK_OK) {
@@ -387,8 +422,17 @@ enum kvk_status kvk_lease_pin(struct kvk_cache *cache, const struct kvk_caller *
     }
 
     bool used = false;
+    struct kvk_disk_kept kept = {.blocks = NULL};
+    struct kvk_disk_estimate estimate = {0};
     kvk_lock(&cache->lock);
     status = pin_find(&pinning);
+    if (status == KVK_OK && pinning.repeated == NULL) {
+        status = pin_restore_drops(&pinning, &kept, &estimate);
+        if (status == KVK_OK) {
+            status = pin_find(&pinning);
+        }
+    }
+    kvk_disk_kept_finish(cache, &kept); /* nothing comes between here and the lease's own holds */
     if (status == KVK_OK && pinning.repeated != NULL &&
         pinning.repeated->groups[0].block_count > blocks) {
         /* It came between, by another thread and longer than what we have room for. */
@@ -399,6 +443,7 @@ enum kvk_status kvk_lease_pin(struct kvk_cache *cache, const struct kvk_caller *
     } else if (status == KVK_OK) {
         status = pin_take(&pinning, lease, reply, tables, &used);
     }
+    reply->disk = estimate;
     if (status == KVK_EXHAUSTED && error != NULL) {
         kvk_refusal_note(cache, caller, pinning.space->tenant, 0, 0, error);
     }

@@ -12,6 +12,7 @@
 #define KVK_DAEMON_LEASE_H
 
 #include "daemon/cache.h"
+#include "daemon/disk_tier.h"
 
 #define KVK_REQUEST_ID_SIZE_MAX 64
 
@@ -35,6 +36,7 @@ struct kvk_pin_reply {
     uint64_t lease_id; /* 0: nothing cached */
     uint64_t cached_tokens;
     uint64_t ttl_ms;
+    struct kvk_disk_estimate disk; /* what of it was on disk alone */
 };
 
 KVK_CHECKED enum kvk_status kvk_lease_pin(struct kvk_cache *cache, const struct kvk_caller *caller,

@@ -158,6 +158,12 @@ void kvk_prefix_find(struct kvk_cache *cache, struct kvk_space *space,
     cache->stats.hashed_bytes += prefix->hashed_bytes;
 }
 
+void kvk_prefix_shorten(const struct kvk_cache *cache, const struct kvk_space *space,
+                        struct kvk_prefix *prefix)
+{
+    prefix->blocks = boundary_find(cache, space, prefix->blocks);
+}
+
 /* The prefix of a prompt, for calls that keep nothing: an unknown salt leaves nothing behind. */
 static void prefix_look(struct kvk_cache *cache, struct kvk_space *space,
                         const struct kvk_prompt *prompt, uint64_t token_limit,
@@ -201,6 +207,11 @@ static void use_range(struct kvk_cache *cache, const struct kvk_space *space, ui
                           group->windowed, cache->stamp, now);
         }
     }
+    for (uint64_t i = first; i < end && cache->disk_tier != NULL; i++) { /* parents first */
+        if (cache->path_tiers[g][i] != 0) {
+            kvk_disk_offer(cache, cache->path[g][i], false);
+        }
+    }
 }
 
 void kvk_prefix_use(struct kvk_cache *cache, struct kvk_space *space,
@@ -221,6 +232,15 @@ static uint64_t count_off_device(const uint8_t *tiers, uint64_t first, uint64_t 
     uint64_t count = 0;
     for (uint64_t i = first; i < end; i++) {
         count += (tiers[i] & DEVICE_BIT) == 0;
+    }
+    return count;
+}
+
+static uint64_t count_on_disk(const uint8_t *tiers, uint64_t end)
+{
+    uint64_t count = 0;
+    for (uint64_t i = 0; i < end; i++) {
+        count += tiers[i] == 1U << KVK_TIER_DISK;
     }
     return count;
 }
@@ -250,6 +270,14 @@ static void lookup_answer(struct kvk_cache *cache, struct kvk_space *space,
     reply->cached_tokens = boundary * space->block_tokens;
     reply->host_tokens = count_off_device(cache->path_tiers[0], 0, boundary) * space->block_tokens;
     reply->device_tokens = reply->cached_tokens - reply->host_tokens;
+    if (cache->disk_tier != NULL) {
+        struct kvk_disk_estimate estimate;
+        kvk_disk_estimate(cache, space, prefix, &estimate);
+        reply->disk_tokens = count_on_disk(cache->path_tiers[0], boundary) * space->block_tokens;
+        reply->host_tokens -= reply->disk_tokens;
+        reply->restore_ns = estimate.restore_ns;
+        reply->restore_recompute_ns = estimate.recompute_ns;
+    }
     uint64_t bytes = bytes_to_load(cache, space, boundary);
     reply->load_ns = bytes == 0 ? 0 : kvk_tier_load_ns(cache, bytes);
     reply->recompute_ns = kvk_space_recompute_ns(space, 0, reply->cached_tokens);
@@ -270,6 +298,9 @@ enum kvk_status kvk_lookup(struct kvk_cache *cache, const struct kvk_caller *cal
         prefix_look(cache, space, &request->prompt,
                     kvk_prefix_limit(space, &request->prompt, request->leave_last), &prefix);
         lookup_answer(cache, space, &prefix, reply);
+        if (request->read_ahead && reply->disk_tokens > 0) {
+            kvk_disk_ahead(cache, space, &prefix);
+        }
         kvk_prefix_count(cache, space, request->prompt.token_count, reply->cached_tokens,
                          request->retry);
         cache->stats.lookup_ns += kvk_clock_now(cache->clock) - begun_ns;
@@ -295,6 +326,9 @@ enum kvk_status kvk_touch(struct kvk_cache *cache, const struct kvk_caller *call
             use_range(cache, space, g, 0, known);
         }
         *touched_tokens = known * space->block_tokens;
+        if (cache->disk_tier != NULL) {
+            kvk_disk_ahead(cache, space, &prefix);
+        }
     }
     kvk_unlock(&cache->lock);
     return status;

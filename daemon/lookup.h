@@ -14,12 +14,16 @@ struct kvk_lookup_request {
     struct kvk_prompt prompt;
     bool leave_last;
     bool retry;
+    bool read_ahead; /* what is on disk alone is to come to memory, where there is room for it */
 };
 
 struct kvk_lookup_reply {
     uint64_t cached_tokens;
     uint64_t device_tokens;
     uint64_t host_tokens;
+    uint64_t disk_tokens;          /* on disk alone: device + host + disk = cached */
+    uint64_t restore_ns;           /* estimated, to read those; 0: there are none */
+    uint64_t restore_recompute_ns; /* against computing from the first of them on; 0: not known */
     uint64_t load_ns;
     uint64_t recompute_ns;
     uint64_t hashed_bytes; /* by this walk: grows linearly with the prompt */

@@ -217,7 +217,7 @@ bool kvk_room_apply(struct kvk_cache *cache, struct kvk_group *group, enum kvk_t
 static uint32_t child_with_bytes(const struct kvk_cache *cache, uint32_t parent)
 {
     uint32_t child = kvk_index_first_child(cache->index, KVK_ROOT_NONE, parent);
-    while (kvk_index_block(cache->index, child)->tier_mask == 0) {
+    while ((kvk_index_block(cache->index, child)->tier_mask & KVK_MEMORY_TIER_MASK) == 0) {
         child = kvk_index_next_child(cache->index, child);
     }
     return child;
@@ -227,7 +227,7 @@ static void forget_all_copies(struct kvk_cache *cache, uint32_t id)
 {
     /* The last drop may free the block: the mask is read before. */
     uint8_t mask = kvk_index_block(cache->index, id)->tier_mask;
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
         if ((mask & (1U << i)) != 0) {
             kvk_block_drop_copy(cache, id, (enum kvk_tier)i, true);
         }
@@ -262,7 +262,7 @@ bool kvk_room_slab_leave(struct kvk_cache *cache, struct kvk_group *group, enum 
         .group = group,
         .tier = tier,
         .slab = slab,
-        .size_bytes = at->arena.slabs[slab].slot_count * group->block_bytes,
+        .size_bytes = at->arena.slabs[slab].slot_count * at->arena.slot_bytes,
         .next = cache->punches,
     };
     cache->punches = punch;
@@ -357,12 +357,15 @@ static bool block_id_free(struct kvk_cache *cache, const struct kvk_tenant *aski
         uint64_t now = kvk_policy_now(cache);
         uint32_t victim = KVK_BLOCK_NONE;
         double least = 0;
-        for (int i = KVK_MEMORY_TIER_COUNT - 1; i >= 0 && victim == KVK_BLOCK_NONE; i--) {
+        for (int i = KVK_TIER_COUNT - 1; i >= 0 && victim == KVK_BLOCK_NONE; i--) {
             uint32_t number = 0;
             struct kvk_group *group;
             while ((group = kvk_room_next_group(cache, (enum kvk_tier)i, &number)) != NULL) {
                 double score;
                 uint32_t head = kvk_evict_queue_peek(&group->tiers[i].queue, now, &score);
+                if (head == KVK_BLOCK_NONE && kvk_room_is_last_memory(group, (enum kvk_tier)i)) {
+                    head = kvk_evict_queue_peek(&group->tiers[i].clean, now, &score);
+                }
                 if (head != KVK_BLOCK_NONE && may_lose_id(cache, group, (enum kvk_tier)i, asking) &&
                     kvk_block_is_leaf(group, kvk_index_block(cache->index, head)) &&
                     (victim == KVK_BLOCK_NONE || score < least)) {

@@ -70,11 +70,28 @@ struct victim {
     double score;
 };
 
+/* The lower of the heads of two queues. */
+static uint32_t peek_both(struct kvk_evict_queue *a, struct kvk_evict_queue *b, uint64_t now,
+                          double *score)
+{
+    double score_b;
+    uint32_t block_a = kvk_evict_queue_peek(a, now, score);
+    uint32_t block_b = kvk_evict_queue_peek(b, now, &score_b);
+    if (block_b == KVK_BLOCK_NONE || (block_a != KVK_BLOCK_NONE && *score <= score_b)) {
+        return block_a;
+    }
+    *score = score_b;
+    return block_b;
+}
+
+/* What is on disk too is weighed by what it costs to fetch, what is not by what it costs to
+ * compute. */
 static struct victim host_victim(struct kvk_cache *cache, struct kvk_group *group)
 {
+    struct kvk_group_tier *at = &group->tiers[KVK_TIER_HOST];
     uint64_t now = kvk_policy_now(cache);
     struct victim victim = {.tier = KVK_TIER_HOST};
-    victim.block = kvk_evict_queue_peek(&group->tiers[KVK_TIER_HOST].queue, now, &victim.score);
+    victim.block = peek_both(&at->queue, &at->clean, now, &victim.score);
     if (victim.block != KVK_BLOCK_NONE || !group->tiers[KVK_TIER_DEVICE].present) {
         return victim;
     }
@@ -100,32 +117,22 @@ static bool host_has_room(struct kvk_cache *cache, struct kvk_group *group)
            choice.step != KVK_ROOM_LIMIT;
 }
 
-/* The lower of the heads of two queues. */
-static uint32_t peek_both(struct kvk_evict_queue *a, struct kvk_evict_queue *b, uint64_t now,
-                          double *score)
-{
-    double score_b;
-    uint32_t block_a = kvk_evict_queue_peek(a, now, score);
-    uint32_t block_b = kvk_evict_queue_peek(b, now, &score_b);
-    if (block_b == KVK_BLOCK_NONE || (block_a != KVK_BLOCK_NONE && *score <= score_b)) {
-        return block_a;
-    }
-    *score = score_b;
-    return block_b;
-}
-
 static struct victim device_victim(struct kvk_cache *cache, struct kvk_group *group)
 {
     struct kvk_group_tier *at = &group->tiers[KVK_TIER_DEVICE];
     uint64_t now = kvk_policy_now(cache);
     struct victim victim = {.tier = KVK_TIER_DEVICE};
+    if (!group->tiers[KVK_TIER_HOST].present) {
+        victim.block = peek_both(&at->queue, &at->clean, now, &victim.score);
+        return victim;
+    }
     /* Whoever has a second copy goes without any waiting. */
     victim.block = kvk_evict_queue_peek(&at->clean, now, &victim.score);
     if (victim.block != KVK_BLOCK_NONE) {
         return victim;
     }
     victim.block = peek_both(&at->queue, &at->held, now, &victim.score);
-    if (victim.block == KVK_BLOCK_NONE || !group->tiers[KVK_TIER_HOST].present) {
+    if (victim.block == KVK_BLOCK_NONE) {
         return victim;
     }
     if (host_has_room(cache, group)) {
@@ -194,7 +201,7 @@ static bool slot_may_go(const struct kvk_cache *cache, const struct kvk_group *g
     if (!kvk_block_is_whole(block) || block->transfer_count > 0 || block->pin_count[tier] > 0) {
         return false;
     }
-    bool has_other = (block->tier_mask & ~(1U << tier)) != 0;
+    bool has_other = kvk_room_has_other(block, tier);
     bool has_next = tier == KVK_TIER_DEVICE && group->tiers[KVK_TIER_HOST].present;
     if (has_other || has_next) {
         return true;

@@ -64,7 +64,11 @@ static bool forget_one(const struct compaction *job)
 {
     struct kvk_cache *cache = job->cache;
     struct kvk_group_tier *at = &job->group->tiers[job->tier];
-    uint32_t victim = kvk_evict_queue_peek(&at->queue, kvk_policy_now(cache), NULL);
+    uint64_t now = kvk_policy_now(cache);
+    uint32_t victim = kvk_evict_queue_peek(&at->queue, now, NULL);
+    if (victim == KVK_BLOCK_NONE) {
+        victim = kvk_evict_queue_peek(&at->clean, now, NULL); /* what is on disk too */
+    }
     if (victim == KVK_BLOCK_NONE ||
         !kvk_block_is_leaf(job->group, kvk_index_block(cache->index, victim))) {
         return false;

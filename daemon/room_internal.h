@@ -67,6 +67,21 @@ bool kvk_room_is_dirty(const struct kvk_group *group, const struct kvk_block *bl
 struct kvk_group *kvk_room_next_group(const struct kvk_cache *cache, enum kvk_tier tier,
                                       uint32_t *number);
 
+/* No memory lies below the tier: what leaves it is on disk, or forgotten. */
+static inline bool kvk_room_is_last_memory(const struct kvk_group *group, enum kvk_tier tier)
+{
+    return tier == KVK_TIER_HOST ||
+           (tier == KVK_TIER_DEVICE && !group->tiers[KVK_TIER_HOST].present);
+}
+
+/* Has the block another copy that does for what the one in `tier` is there for? Holders need one in
+ * memory. */
+static inline bool kvk_room_has_other(const struct kvk_block *block, enum kvk_tier tier)
+{
+    uint8_t others = (uint8_t)(block->tier_mask & ~(1U << tier));
+    return (block->hold_count > 0 ? others & KVK_MEMORY_TIER_MASK : others) != 0;
+}
+
 static inline uint32_t kvk_room_free_slots(const struct kvk_group *group, enum kvk_tier tier)
 {
     const struct kvk_arena *arena = &group->tiers[tier].arena;

@@ -145,7 +145,8 @@ static uint32_t demotion_parent(struct kvk_cache *cache, const struct kvk_group 
         return KVK_BLOCK_NONE;
     }
     const struct kvk_block *block = kvk_index_block(cache->index, parent);
-    bool may_go = may_leave_device(block) && block->tier_mask == 1U << KVK_TIER_DEVICE &&
+    bool may_go = may_leave_device(block) &&
+                  (block->tier_mask & KVK_MEMORY_TIER_MASK) == 1U << KVK_TIER_DEVICE &&
                   block->device_children == 1;
     return may_go ? parent : KVK_BLOCK_NONE;
 }
@@ -248,7 +249,7 @@ static void slab_forget(struct kvk_cache *cache, struct kvk_group *group, enum k
             continue;
         }
         const struct kvk_block *block = kvk_index_block(cache->index, owner - 1);
-        if ((block->tier_mask & ~(1U << tier)) != 0) {
+        if (kvk_room_has_other(block, tier)) {
             kvk_block_drop_copy(cache, owner - 1, tier, true);
         } else {
             kvk_room_forget_tree(cache, owner - 1);

@@ -621,6 +621,7 @@ void kvk_sequence_answer(const struct kvk_sequence *sequence, struct kvk_sequenc
         .committed_tokens = sequence->committed,
         .length = sequence->length,
         .grant_first = sequence->sealed,
+        .disk = sequence->disk,
     };
 }
 

@@ -32,6 +32,7 @@ struct kvk_sequence_reply {
     uint64_t length;
     uint64_t grant_first;
     uint64_t freed_blocks;
+    struct kvk_disk_estimate disk; /* as it was when the sequence was opened */
 };
 
 struct kvk_open_request {

@@ -157,25 +157,41 @@ static enum kvk_status open_fill(struct opening *opening)
     return KVK_OK;
 }
 
-/* Hold, and pin where it lies, what a query behind the longest cached prefix sees. */
-static void open_prefix(struct opening *opening)
+/* The longest cached prefix in memory, after what is on disk alone and worth it was brought back.
+ * The path is as it is until the lock is dropped the next time. */
+static enum kvk_status open_find_drops(struct opening *opening, struct kvk_prefix *prefix)
+{
+    struct kvk_cache *cache = opening->cache;
+    struct kvk_sequence *sequence = opening->sequence;
+    const struct kvk_prompt *prompt = &opening->request->prompt;
+    struct kvk_disk_kept kept = {.blocks = NULL};
+    uint32_t roots[KVK_GROUP_COUNT_MAX];
+    *prefix = (struct kvk_prefix){0};
+    if (!opening->lookup) {
+        return KVK_OK;
+    }
+    for (uint32_t g = 0; g < opening->space->group_count; g++) {
+        roots[g] = sequence->groups[g].root;
+    }
+    uint64_t begun_ns = kvk_clock_now(cache->clock);
+    uint64_t limit = kvk_prefix_limit(opening->space, prompt, opening->request->leave_last);
+    enum kvk_status status =
+        kvk_disk_prefix_find_drops(cache, opening->space, roots, prompt, limit, opening->caller,
+                                   prefix, &sequence->disk, &kept, opening->error);
+    kvk_disk_kept_finish(cache, &kept); /* nothing comes between here and our own holds */
+    if (sequence->disk.restored_tokens == 0) {
+        cache->stats.lookup_ns += kvk_clock_now(cache->clock) - begun_ns;
+    }
+    return status;
+}
+
+/* Hold, and pin where it lies, what a query behind the prefix sees. */
+static void open_prefix(struct opening *opening, const struct kvk_prefix *prefix)
 {
     struct kvk_cache *cache = opening->cache;
     struct kvk_sequence *sequence = opening->sequence;
     struct kvk_space *space = opening->space;
-    const struct kvk_prompt *prompt = &opening->request->prompt;
-    struct kvk_prefix prefix = {0};
-    uint32_t roots[KVK_GROUP_COUNT_MAX];
-    for (uint32_t g = 0; g < space->group_count; g++) {
-        roots[g] = sequence->groups[g].root;
-    }
-    if (opening->lookup) {
-        uint64_t begun_ns = kvk_clock_now(cache->clock);
-        uint64_t limit = kvk_prefix_limit(space, prompt, opening->request->leave_last);
-        kvk_prefix_find(cache, space, roots, prompt, limit, &prefix);
-        cache->stats.lookup_ns += kvk_clock_now(cache->clock) - begun_ns;
-    }
-    uint32_t blocks = (uint32_t)prefix.blocks;
+    uint32_t blocks = (uint32_t)prefix->blocks;
     for (uint32_t g = 0; g < space->group_count; g++) {
         struct kvk_sequence_group *table = &sequence->groups[g];
         for (uint32_t i = 0; i < blocks; i++) {
@@ -320,6 +336,12 @@ static void open_count(struct opening *opening)
                 kvk_evict_use(cache->evict, block, space->groups[g]->windowed, cache->stamp, now);
             }
         }
+        for (uint32_t i = 0; i < prefix_blocks && cache->disk_tier != NULL; i++) {
+            uint32_t id = sequence->groups[g].blocks[i];
+            if (id != KVK_BLOCK_NONE && kvk_index_block(cache->index, id)->run != UINT32_MAX) {
+                kvk_disk_offer(cache, id, false); /* parents first */
+            }
+        }
     }
     cache->stats.opens++;
     kvk_tenant_state_of(cache, space->tenant)->usage.saved_tokens += sequence->cached;
@@ -347,12 +369,17 @@ static enum kvk_status open_run_drops(struct opening *opening)
 {
     struct kvk_sequence *sequence = opening->sequence;
     kvk_sequence_busy_begin(sequence);
+    struct kvk_prefix prefix;
     enum kvk_status status = open_fill(opening);
+    if (status == KVK_OK) {
+        status = open_find_drops(opening, &prefix);
+    }
     if (status == KVK_OK) {
         struct kvk_quota_mark mark;
         const struct kvk_tenant *tenant = opening->space->tenant;
         kvk_quota_mark(opening->cache, tenant, &mark);
-        open_prefix(opening); /* held before the lock is dropped: making room cannot take it */
+        open_prefix(opening,
+                    &prefix); /* held before the lock is dropped: making room cannot take it */
         status = kvk_quota_check_holds(opening->cache, tenant, &mark, opening->error);
         if (status != KVK_OK) {
             kvk_refusal_note(opening->cache, opening->caller, tenant, sequence->id, 0,

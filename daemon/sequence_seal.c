@@ -126,6 +126,29 @@ static void admit(struct kvk_cache *cache, const struct kvk_sequence *sequence, 
                     kvk_space_block_cost(space, position), space->groups[group]->windowed,
                     cache->stamp, kvk_policy_now(cache));
     kvk_block_settle(cache, id);
+    kvk_disk_offer(cache, id, true);
+}
+
+/* The winner is whole, but not in memory: on disk alone, or being brought back from there. It gets
+ * our bytes. True: that settles it. */
+static bool meet_absent(struct kvk_cache *cache, struct kvk_sequence_group *table,
+                        uint64_t position, uint32_t winner, struct kvk_settling *settling)
+{
+    uint32_t ours = table->blocks[position];
+    const struct kvk_block *block = kvk_index_block(cache->index, ours);
+    const struct kvk_block *known = kvk_index_block(cache->index, winner);
+    if (!kvk_block_is_whole(known) || known->slot[KVK_TIER_DEVICE] != KVK_SLOT_NONE ||
+        known->slot[KVK_TIER_HOST] != KVK_SLOT_NONE) {
+        return false;
+    }
+    settling->known_blocks++;
+    if (block->hold_count == 1 && block->transfer_count == 0) {
+        kvk_block_adopt(cache, winner, ours);
+        table->blocks[position] = winner;
+        kvk_evict_use(cache->evict, kvk_index_block(cache->index, winner),
+                      kvk_group_of(cache, known)->windowed, cache->stamp, kvk_policy_now(cache));
+    }
+    return true;
 }
 
 /* Another has sealed this block first. `winner` is whole, or hollow and glad of our bytes. */
@@ -134,6 +157,9 @@ static void meet_winner(struct kvk_cache *cache, struct kvk_sequence *sequence, 
 {
     struct kvk_sequence_group *table = &sequence->groups[group];
     uint32_t ours = table->blocks[position];
+    if (meet_absent(cache, table, position, winner, settling)) {
+        return;
+    }
     if (kvk_index_block(cache->index, winner)->state != KVK_BLOCK_HOLLOW) {
         settling->known_blocks++;
         duplicate_add(cache, settling, ours, winner);

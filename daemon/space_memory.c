@@ -57,7 +57,7 @@ void kvk_space_weigh(struct kvk_space *space)
     float weight = weight_of(space);
     KVK_ASSERT(weight > 0 && isfinite(weight));
     for (uint32_t i = 0; i < space->group_count; i++) {
-        for (int tier = 0; tier < KVK_MEMORY_TIER_COUNT; tier++) {
+        for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
             struct kvk_group_tier *at = &space->groups[i]->tiers[tier];
             at->queue.weight = weight;
             at->clean.weight = weight;
@@ -156,9 +156,12 @@ enum kvk_status kvk_group_create(struct kvk_cache *cache, struct kvk_space *spac
     if (status == KVK_OK) {
         status = check_presence(cache, group, error);
     }
+    if (status == KVK_OK) {
+        status = kvk_disk_group_create(cache, group, error);
+    }
     if (status != KVK_OK) {
-        space->groups[index] = NULL;
         kvk_group_destroy_unlocked(cache, group);
+        space->groups[index] = NULL;
         return status;
     }
     *result = group;
@@ -205,6 +208,7 @@ void kvk_group_destroy_unlocked(struct kvk_cache *cache, struct kvk_group *group
     for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         tier_destroy(cache, group, (enum kvk_tier)i);
     }
+    kvk_disk_group_destroy_unlocked(cache, group);
     free(group);
 }
 
@@ -215,7 +219,7 @@ bool kvk_group_is_unused(const struct kvk_cache *cache, const struct kvk_group *
             return false;
         }
     }
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
         if (group->tiers[i].present && group->tiers[i].arena.used_count > 0) {
             return false;
         }

@@ -164,7 +164,8 @@ static void move_land(struct kvk_cache *cache, const struct job *job, const stru
 /* May the copy in one tier go, since there is one in the other? */
 static bool may_drop(const struct kvk_block *block, enum kvk_tier tier, enum kvk_tier other)
 {
-    return kvk_block_is_whole(block) && block->tier_mask == ((1U << tier) | (1U << other)) &&
+    return kvk_block_is_whole(block) &&
+           (block->tier_mask & KVK_MEMORY_TIER_MASK) == ((1U << tier) | (1U << other)) &&
            block->pin_count[tier] == 0 && block->transfer_count == 0;
 }
 
@@ -508,8 +509,8 @@ static enum kvk_status punch_unlocked(struct kvk_cache *cache, const struct kvk_
 static struct kvk_punch *punch_waiting(const struct kvk_cache *cache)
 {
     struct kvk_punch *punch = cache->punches;
-    while (punch != NULL && punch->under_way) {
-        punch = punch->next;
+    while (punch != NULL && (punch->under_way || punch->tier == KVK_TIER_DISK)) {
+        punch = punch->next; /* the disk's extents are its own thread's: nobody waits for them */
     }
     return punch;
 }
@@ -524,12 +525,24 @@ static void punch_remove(struct kvk_cache *cache, struct kvk_punch *punch)
     *link = punch->next;
 }
 
+void kvk_tier_punch_end(struct kvk_cache *cache, struct kvk_punch *punch)
+{
+    struct kvk_tier_state *state = &cache->tiers[punch->tier];
+    punch_remove(cache, punch);
+    KVK_ASSERT(state->punch_bytes >= punch->size_bytes);
+    KVK_ASSERT(state->pool.charge_bytes >= punch->size_bytes);
+    state->punch_bytes -= punch->size_bytes;
+    state->pool.charge_bytes -= punch->size_bytes;
+    punch->group->tiers[punch->tier].places[punch->slab] = 0;
+    pthread_cond_broadcast(&cache->changed);
+    free(punch);
+}
+
 void kvk_tier_punch_drops(struct kvk_cache *cache)
 {
     KVK_ASSERT(kvk_lock_held(&cache->lock));
     struct kvk_punch *punch;
     while ((punch = punch_waiting(cache)) != NULL) {
-        struct kvk_tier_state *state = &cache->tiers[punch->tier];
         punch->under_way = true;
         kvk_unlock(&cache->lock);
         enum kvk_status status = punch_unlocked(cache, punch);
@@ -538,14 +551,7 @@ void kvk_tier_punch_drops(struct kvk_cache *cache)
         if (status != KVK_OK) {
             return; /* still charged: the next round tries again */
         }
-        punch_remove(cache, punch);
-        KVK_ASSERT(state->punch_bytes >= punch->size_bytes);
-        KVK_ASSERT(state->pool.charge_bytes >= punch->size_bytes);
-        state->punch_bytes -= punch->size_bytes;
-        state->pool.charge_bytes -= punch->size_bytes;
-        punch->group->tiers[punch->tier].places[punch->slab] = 0;
-        pthread_cond_broadcast(&cache->changed);
-        free(punch);
+        kvk_tier_punch_end(cache, punch);
     }
 }
 

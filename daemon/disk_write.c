@@ -1,0 +1,474 @@
+/*
+ * Writing behind: blocks that have earned a copy on disk get one, parents before children.
+ *
+ * A batch is gathered from the queue, copied to the buffer (the only time for which its blocks are
+ * kept in their place), written, synced, and then attached and recorded. A block that changed
+ * meanwhile, or whose parent did not come along, goes without.
+ */
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "base/assert.h"
+#include "base/log.h"
+#include "daemon/disk_tier_internal.h"
+#include "daemon/room_internal.h"
+
+#define CHAIN_MAX 256              /* ancestors that are looked at for one block */
+#define PAUSE_NS KVK_NS_PER_SECOND /* between tries on a disk that does not write */
+
+/* One block of a batch. */
+struct entry {
+    uint32_t block;
+    uint32_t slot;
+    enum kvk_tier source;
+    uint32_t first_piece; /* one per shard, and as many copies and sums */
+    uint32_t shard_count;
+    struct kvk_group *group;
+    bool staged;
+    bool written;
+};
+
+struct batch {
+    struct entry entries[KVK_DISK_BATCH_BLOCKS];
+    uint32_t count;
+    uint64_t bytes;                /* of the buffer */
+    struct kvk_disk_piece *pieces; /* [piece_count], ours, as the next two */
+    struct kvk_copy *copies;
+    uint64_t *sums;
+    uint32_t piece_count;
+};
+
+/* ---- Queueing ---- */
+
+/* Twice as often used each time, so that a block that was not written the first time gets another
+ * chance, and one whose copy was dropped again is not written for ever. */
+static bool is_due(const struct kvk_cache *cache, const struct kvk_block *block)
+{
+    uint32_t uses = block->use_count;
+    uint32_t due = cache->config->disk_admit_uses;
+    while (due < uses) {
+        due *= 2;
+    }
+    return due == uses;
+}
+
+static void queue_add(struct kvk_cache *cache, uint32_t id)
+{
+    struct kvk_disk_tier *tier = cache->disk_tier;
+    if (kvk_disk_bit(&tier->queued, id)) {
+        return;
+    }
+    if (!kvk_disk_ring_add(&tier->behind, id)) {
+        cache->stats.disk_skipped_blocks++;
+        return;
+    }
+    kvk_disk_bit_set(&tier->queued, id, true);
+    if (tier->behind.count == 1) {
+        pthread_cond_signal(&tier->wake);
+    }
+}
+
+void kvk_disk_offer(struct kvk_cache *cache, uint32_t id, bool sealed)
+{
+    if (cache->disk_tier == NULL) {
+        return;
+    }
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    const struct kvk_block *block = kvk_index_block(cache->index, id);
+    bool due = sealed ? block->use_count >= cache->config->disk_admit_uses : is_due(cache, block);
+    if (!due || kvk_disk_is_on_disk(block) || !kvk_disk_is_memory(block) ||
+        !kvk_group_of(cache, block)->tiers[KVK_TIER_DISK].present) {
+        return;
+    }
+    queue_add(cache, id);
+}
+
+void kvk_disk_block_gone(struct kvk_cache *cache, uint32_t id)
+{
+    if (cache->disk_tier != NULL) {
+        kvk_disk_bit_set(&cache->disk_tier->queued, id, false);
+        kvk_disk_bit_set(&cache->disk_tier->writing, id, false);
+    }
+}
+
+/* ---- Gathering ---- */
+
+static bool is_wanted(const struct kvk_cache *cache, uint32_t id)
+{
+    const struct kvk_block *block = kvk_index_block(cache->index, id);
+    return kvk_disk_is_current(cache, id) && block->slot[KVK_TIER_DISK] == KVK_SLOT_NONE &&
+           kvk_group_of(cache, block)->tiers[KVK_TIER_DISK].present;
+}
+
+static bool is_writing(const struct kvk_cache *cache, uint32_t id)
+{
+    return kvk_disk_bit(&cache->disk_tier->writing, id);
+}
+
+static bool parent_is_there(const struct kvk_cache *cache, const struct kvk_group *group,
+                            const struct kvk_block *block)
+{
+    if (group->windowed || block->parent == KVK_BLOCK_NONE) {
+        return true;
+    }
+    return kvk_disk_is_on_disk(kvk_index_block(cache->index, block->parent)) ||
+           is_writing(cache, block->parent);
+}
+
+/* The block, or its first ancestor, that can be written now; KVK_BLOCK_NONE: there is none. */
+static uint32_t writable(struct kvk_cache *cache, uint32_t id)
+{
+    for (uint32_t i = 0; i < CHAIN_MAX; i++) {
+        const struct kvk_block *block = kvk_index_block(cache->index, id);
+        if (!is_wanted(cache, id)) {
+            return KVK_BLOCK_NONE;
+        }
+        if (!kvk_disk_is_memory(block)) {
+            cache->stats.disk_late_blocks++;
+            return KVK_BLOCK_NONE;
+        }
+        if (parent_is_there(cache, kvk_group_of(cache, block), block)) {
+            return id;
+        }
+        id = block->parent;
+    }
+    return KVK_BLOCK_NONE;
+}
+
+static bool buffer_reserve(struct kvk_disk_tier *tier, uint64_t bytes)
+{
+    if (tier->buffer_bytes >= bytes) {
+        return true;
+    }
+    uint64_t wanted = bytes > KVK_DISK_BATCH_BYTES ? bytes : KVK_DISK_BATCH_BYTES;
+    void *buffer = aligned_alloc(KVK_DISK_ALIGN, wanted); /* strides are aligned, so this is */
+    if (buffer == NULL) {
+        return false;
+    }
+    free(tier->buffer);
+    tier->buffer = buffer;
+    tier->buffer_bytes = wanted;
+    return true;
+}
+
+enum gathering { GATHER_MORE, GATHER_DONE };
+
+static enum gathering gather_one_drops(struct kvk_cache *cache, struct batch *batch)
+{
+    struct kvk_disk_tier *tier = cache->disk_tier;
+    if (tier->behind.count == 0) {
+        return GATHER_DONE;
+    }
+    uint32_t candidate = tier->behind.blocks[tier->behind.first];
+    bool queued = kvk_disk_bit(&tier->queued, candidate);
+    uint32_t id = queued ? writable(cache, candidate) : KVK_BLOCK_NONE;
+    if (id == KVK_BLOCK_NONE) {
+        (void)kvk_disk_ring_take(&tier->behind);
+        kvk_disk_bit_set(&tier->queued, candidate, false);
+        return GATHER_MORE;
+    }
+    struct kvk_group *group = kvk_group_of(cache, kvk_index_block(cache->index, id));
+    uint64_t bytes = group->tiers[KVK_TIER_DISK].arena.slot_bytes;
+    if (batch->count == KVK_DISK_BATCH_BLOCKS ||
+        (batch->count > 0 && batch->bytes + bytes > tier->buffer_bytes) ||
+        !buffer_reserve(tier, bytes)) {
+        return GATHER_DONE;
+    }
+    kvk_disk_evict(cache, group, id);
+    kvk_disk_bit_set(&tier->writing, id, true); /* what is behind it can follow */
+    uint32_t slot;
+    enum kvk_status status = kvk_disk_slot_get_drops(cache, group, &slot);
+    if (status != KVK_OK) {
+        kvk_disk_bit_set(&tier->writing, id, false);
+        if (group->disk->leaving_count > 0 || tier->slab_wanted) {
+            return GATHER_DONE; /* soon there is one */
+        }
+        cache->stats.disk_skipped_blocks++; /* nothing there is worth less than this one */
+        (void)kvk_disk_ring_take(&tier->behind);
+        kvk_disk_bit_set(&tier->queued, candidate, false);
+        return status == KVK_EXHAUSTED ? GATHER_MORE : GATHER_DONE;
+    }
+    if (id == candidate && tier->behind.count > 0 &&
+        tier->behind.blocks[tier->behind.first] == candidate) {
+        (void)kvk_disk_ring_take(&tier->behind);
+        kvk_disk_bit_set(&tier->queued, candidate, false);
+    }
+    batch->entries[batch->count++] = (struct entry){
+        .block = id, .slot = slot, .group = group, .shard_count = group->shard_count};
+    batch->bytes += bytes;
+    batch->piece_count += group->shard_count;
+    group->space->reference_count++; /* stays, whatever becomes of its blocks */
+    return GATHER_MORE;
+}
+
+/* ---- Staging ---- */
+
+static bool batch_allocate(struct batch *batch)
+{
+    batch->pieces = calloc(batch->piece_count, sizeof(*batch->pieces));
+    batch->copies = calloc(batch->piece_count, sizeof(*batch->copies));
+    batch->sums = calloc(batch->piece_count, sizeof(*batch->sums));
+    return batch->pieces != NULL && batch->copies != NULL && batch->sums != NULL;
+}
+
+static void batch_free(struct batch *batch)
+{
+    free(batch->pieces);
+    free(batch->copies);
+    free(batch->sums);
+}
+
+/* Borrow what is still to be written, and say what is copied where. */
+static uint32_t stage_begin(struct kvk_cache *cache, struct batch *batch)
+{
+    uint8_t *target = cache->disk_tier->buffer;
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < batch->count; i++) {
+        struct entry *entry = &batch->entries[i];
+        struct kvk_group *group = entry->group;
+        entry->first_piece = count;
+        if (!is_writing(cache, entry->block) || !is_wanted(cache, entry->block)) {
+            continue;
+        }
+        const struct kvk_block *block = kvk_index_block(cache->index, entry->block);
+        if (!kvk_disk_is_memory(block)) {
+            cache->stats.disk_late_blocks++;
+            continue;
+        }
+        entry->source = kvk_block_tier(block);
+        entry->staged = true;
+        for (uint32_t shard = 0; shard < entry->shard_count; shard++, count++) {
+            uint64_t bytes = group->shard_bytes[shard];
+            uint64_t stride = group->disk->shard_stride[shard];
+            batch->copies[count] =
+                (struct kvk_copy){.target = target,
+                                  .source = kvk_block_address(cache, block, entry->source, shard),
+                                  .size_bytes = bytes,
+                                  .checksum = &batch->sums[count]};
+            memset(target + bytes, 0, stride - bytes);
+            batch->pieces[count] =
+                (struct kvk_disk_piece){.file = group->disk->file,
+                                        .slot = entry->slot,
+                                        .offset = group->disk->shard_offset[shard],
+                                        .memory = target,
+                                        .size_bytes = stride};
+            target += stride;
+        }
+        kvk_block_borrow(cache, entry->block, entry->source);
+    }
+    return count;
+}
+
+/* Do the bytes in the buffer match what was sealed? Where nobody knew, these are it. */
+static bool sums_match(const struct kvk_cache *cache, const struct batch *batch,
+                       const struct entry *entry)
+{
+    const struct kvk_block *block = kvk_index_block(cache->index, entry->block);
+    uint64_t *known = kvk_block_checksums(cache, block, entry->source);
+    for (uint32_t shard = 0; shard < entry->shard_count; shard++) {
+        uint64_t sum = batch->sums[entry->first_piece + shard];
+        if (known[shard] == 0) {
+            known[shard] = sum;
+        } else if (known[shard] != sum) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static void stage_end(struct kvk_cache *cache, struct batch *batch, bool copied)
+{
+    for (uint32_t i = 0; i < batch->count; i++) {
+        struct entry *entry = &batch->entries[i];
+        if (!entry->staged) {
+            continue;
+        }
+        entry->staged = copied && sums_match(cache, batch, entry);
+        if (copied && !entry->staged) {
+            cache->stats.checksum_failures++;
+            kvk_log(KVK_LOG_ERROR, "checksum_mismatch", "block=%u tier=%d", entry->block,
+                    (int)entry->source);
+            kvk_block_discredit(cache, entry->block, entry->source);
+        }
+        kvk_block_return(cache, entry->block, entry->source);
+    }
+}
+
+/* ---- Writing ---- */
+
+static enum kvk_status sync_unlocked(struct batch *batch, struct kvk_error *error)
+{
+    enum kvk_status status = KVK_OK;
+    for (uint32_t i = 0; i < batch->count; i++) {
+        struct kvk_disk_file *file = batch->entries[i].group->disk->file;
+        bool before = !batch->entries[i].written;
+        for (uint32_t j = 0; j < i && !before; j++) {
+            before = batch->entries[j].written && batch->entries[j].group->disk->file == file;
+        }
+        if (before) {
+            continue;
+        }
+        enum kvk_status synced = kvk_disk_sync(file, error);
+        for (uint32_t j = i; j < batch->count && synced != KVK_OK; j++) {
+            if (batch->entries[j].group->disk->file == file) {
+                batch->entries[j].written = false;
+            }
+        }
+        status = status == KVK_OK ? synced : status;
+    }
+    return status;
+}
+
+static enum kvk_status write_unlocked(struct kvk_cache *cache, struct batch *batch,
+                                      uint32_t piece_count, struct kvk_error *error)
+{
+    enum kvk_status status =
+        kvk_disk_write(cache->disk, KVK_DISK_BEHIND, batch->pieces, piece_count, error);
+    for (uint32_t i = 0; i < batch->count; i++) {
+        struct entry *entry = &batch->entries[i];
+        entry->written = entry->staged && status != KVK_UNAVAILABLE;
+        for (uint32_t shard = 0; entry->written && shard < entry->shard_count; shard++) {
+            entry->written = batch->pieces[entry->first_piece + shard].status == KVK_OK;
+        }
+    }
+    enum kvk_status synced = sync_unlocked(batch, error);
+    return status != KVK_OK ? status : synced;
+}
+
+/* ---- Attaching ---- */
+
+static void record_fill(const struct kvk_cache *cache, const struct entry *entry,
+                        const uint64_t *sums, struct kvk_disk_block_record *record)
+{
+    const struct kvk_block *block = kvk_index_block(cache->index, entry->block);
+    const struct kvk_space *space = entry->group->space;
+    uint32_t root = kvk_index_root_of(cache->index, entry->block);
+    uint64_t now_ns = kvk_policy_now(cache);
+    uint64_t idle_ns = now_ns > block->used_ns ? now_ns - block->used_ns : 0;
+    uint64_t now_s = (uint64_t)time(NULL);
+    *record = (struct kvk_disk_block_record){
+        .space_id = space->id,
+        .group = entry->group->index,
+        .slot = entry->slot,
+        .generation = space->generation,
+        .position = block->position,
+        .use_count = block->use_count,
+        .used_s = now_s - (idle_ns / KVK_NS_PER_SECOND < now_s ? idle_ns / KVK_NS_PER_SECOND : 0),
+        .cost = block->cost,
+        .tokens = kvk_index_tokens(cache->index, entry->block),
+        .token_count = space->block_tokens,
+        .checksums = sums,
+        .shard_count = entry->shard_count,
+    };
+    record->extra = kvk_index_extra(cache->index, entry->block, &record->extra_size);
+    struct kvk_key parent = kvk_index_root_own_key(cache->index, root);
+    if (block->parent != KVK_BLOCK_NONE) {
+        parent = kvk_index_block(cache->index, block->parent)->key;
+    } else {
+        record->salt = kvk_index_root_salt(cache->index, root, &record->salt_size);
+    }
+    _Static_assert(sizeof(parent) == sizeof(record->parent), "a key is 16 bytes");
+    memcpy(record->parent.bytes, &parent, sizeof(parent));
+    memcpy(record->key.bytes, &block->key, sizeof(block->key));
+}
+
+/* The copy counts from here on. False: it does not, and its slot is to go back. */
+static bool attach(struct kvk_cache *cache, const struct batch *batch, const struct entry *entry)
+{
+    const uint64_t *sums = batch->sums + entry->first_piece;
+    struct kvk_disk_block_record record;
+    if (!entry->written || !is_writing(cache, entry->block) || !is_wanted(cache, entry->block)) {
+        return false;
+    }
+    const struct kvk_block *block = kvk_index_block(cache->index, entry->block);
+    bool alone = entry->group->windowed || block->parent == KVK_BLOCK_NONE;
+    if (!alone && !kvk_disk_is_on_disk(kvk_index_block(cache->index, block->parent))) {
+        return false; /* its parent did not come along */
+    }
+    if (cache->catalogue != NULL) {
+        record_fill(cache, entry, sums, &record);
+        if (kvk_catalogue_block_put(cache->catalogue, &record, NULL) != KVK_OK) {
+            return false;
+        }
+    }
+    kvk_block_attach(cache, entry->block, KVK_TIER_DISK, entry->slot);
+    memcpy(kvk_block_checksums(cache, block, KVK_TIER_DISK), sums,
+           entry->shard_count * sizeof(*sums));
+    cache->stats.disk_written_blocks++;
+    cache->stats.disk_written_bytes += entry->group->tiers[KVK_TIER_DISK].arena.slot_bytes;
+    return true;
+}
+
+static uint32_t batch_end(struct kvk_cache *cache, struct batch *batch)
+{
+    uint32_t attached = 0;
+    for (uint32_t i = 0; i < batch->count; i++) {
+        const struct entry *entry = &batch->entries[i];
+        bool landed = attach(cache, batch, entry);
+        if (!landed) {
+            cache->stats.disk_write_failures += entry->staged && !entry->written ? 1 : 0;
+            kvk_slot_give(cache, entry->group, KVK_TIER_DISK, entry->slot);
+        }
+        attached += landed ? 1 : 0;
+        kvk_disk_bit_set(&cache->disk_tier->writing, entry->block, false);
+        KVK_ASSERT(entry->group->space->reference_count > 0);
+        entry->group->space->reference_count--;
+    }
+    return attached;
+}
+
+/* ---- A batch ---- */
+
+static enum kvk_status batch_write_drops(struct kvk_cache *cache, struct batch *batch,
+                                         struct kvk_error *error)
+{
+    struct kvk_device *device = cache->tiers[KVK_TIER_DEVICE].device != NULL
+                                    ? cache->tiers[KVK_TIER_DEVICE].device
+                                    : cache->tiers[KVK_TIER_HOST].device;
+    uint32_t count = stage_begin(cache, batch);
+    if (count == 0) {
+        return KVK_OK;
+    }
+    kvk_unlock(&cache->lock);
+    enum kvk_status status = kvk_mover_copy(cache->mover, device, batch->copies, count, error);
+    kvk_lock(&cache->lock);
+    cache->stats.copy_failures += status == KVK_OK ? 0 : 1;
+    stage_end(cache, batch, status == KVK_OK);
+    if (status == KVK_OK) {
+        kvk_unlock(&cache->lock);
+        status = write_unlocked(cache, batch, count, error);
+        kvk_lock(&cache->lock);
+    }
+    return status;
+}
+
+bool kvk_disk_write_drops(struct kvk_cache *cache)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    struct kvk_disk_tier *tier = cache->disk_tier;
+    if (tier->behind.count == 0) {
+        return false;
+    }
+    struct batch *batch = calloc(1, sizeof(*batch));
+    if (batch == NULL) {
+        return false;
+    }
+    struct kvk_error error = {.status = KVK_OK};
+    uint32_t looked = 0;
+    while (looked++ < 4 * KVK_DISK_BATCH_BLOCKS && gather_one_drops(cache, batch) == GATHER_MORE) {
+    }
+    uint32_t count = batch->count;
+    enum kvk_status status = KVK_OK;
+    if (count > 0 && batch_allocate(batch)) {
+        status = batch_write_drops(cache, batch, &error);
+    }
+    uint32_t attached = batch_end(cache, batch);
+    if (status != KVK_OK) {
+        kvk_log(KVK_LOG_DEBUG, "disk_write_failed", "text=\"%s\"", error.text);
+        tier->paused_until_ns = kvk_clock_now(cache->clock) + PAUSE_NS;
+    }
+    batch_free(batch);
+    free(batch);
+    return status == KVK_OK && attached > 0 && tier->behind.count > 0;
+}
