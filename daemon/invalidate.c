@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "base/assert.h"
+#include "daemon/persist.h"
 #include "daemon/sequence_internal.h"
 #include "daemon/space_internal.h"
 
@@ -95,7 +96,38 @@ static bool is_named(const struct kvk_space *space, const struct kvk_tenant *ten
 {
     return space->tenant == tenant && name_matches(space, KVK_IDENTITY_MODEL, &request->model) &&
            name_matches(space, KVK_IDENTITY_REVISION, &request->revision) &&
-           name_matches(space, KVK_IDENTITY_ADAPTER_NAME, &request->adapter_name);
+           name_matches(space, KVK_IDENTITY_ADAPTER_NAME, &request->adapter_name) &&
+           name_matches(space, KVK_IDENTITY_ADAPTER_ID, &request->adapter_id) &&
+           name_matches(space, KVK_IDENTITY_ADAPTER_VERSION, &request->adapter_version) &&
+           name_matches(space, KVK_IDENTITY_POSITION, &request->position_encoding) &&
+           name_matches(space, KVK_IDENTITY_KV_FORMAT, &request->kv_format) &&
+           name_matches(space, KVK_IDENTITY_MASK, &request->mask_rule);
+}
+
+/* The spaces that are named, each referenced so that it stays while the lock is dropped. */
+static uint32_t spaces_collect(struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                               const struct kvk_invalidate_request *request,
+                               struct kvk_space **spaces)
+{
+    uint32_t count = 0;
+    for (struct kvk_space *space = cache->spaces; space != NULL; space = space->next) {
+        bool named = request->space_id != 0 ? space->id == request->space_id
+                                            : is_named(space, tenant, request);
+        if (named) {
+            KVK_ASSERT(count < cache->config->spaces);
+            space->reference_count++;
+            spaces[count++] = space;
+        }
+    }
+    return count;
+}
+
+static void spaces_release(struct kvk_space *const *spaces, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        KVK_ASSERT(spaces[i]->reference_count > 0);
+        spaces[i]->reference_count--;
+    }
 }
 
 /* From here on its old roots are found no more. */
@@ -105,7 +137,7 @@ static void space_retire(struct kvk_space *space, struct kvk_invalidate_reply *r
     reply->spaces++;
     for (uint32_t g = 0; g < space->group_count; g++) {
         const struct kvk_group *group = space->groups[g];
-        for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+        for (int i = 0; i < KVK_TIER_COUNT; i++) {
             reply->blocks[i] += group->tier_blocks[i];
         }
         reply->held_blocks +=
@@ -113,19 +145,19 @@ static void space_retire(struct kvk_space *space, struct kvk_invalidate_reply *r
     }
 }
 
-static void spaces_retire(struct kvk_cache *cache, const struct kvk_tenant *tenant,
-                          const struct kvk_invalidate_request *request, uint64_t *ids,
-                          uint32_t *count, struct kvk_invalidate_reply *reply)
+/* The next generations are durable first: a crash in between invalidates more than was answered,
+ * never less. Where they cannot be made durable nothing has changed. */
+static enum kvk_status spaces_retire_drops(struct kvk_cache *cache, struct kvk_space *const *spaces,
+                                           uint32_t count, struct kvk_invalidate_reply *reply,
+                                           struct kvk_error *error)
 {
-    for (struct kvk_space *space = cache->spaces; space != NULL; space = space->next) {
-        bool named = request->space_id != 0 ? space->id == request->space_id
-                                            : is_named(space, tenant, request);
-        if (named) {
-            KVK_ASSERT(*count < cache->config->spaces);
-            ids[(*count)++] = space->id;
-            space_retire(space, reply);
-        }
+    kvk_persist_begin_drops(cache);
+    enum kvk_status status = kvk_persist_raise_drops(cache, spaces, count, error);
+    for (uint32_t i = 0; i < count && status == KVK_OK; i++) {
+        space_retire(spaces[i], reply);
     }
+    kvk_persist_end(cache);
+    return status;
 }
 
 /* ---- A salt, or a prefix ---- */
@@ -205,25 +237,29 @@ static bool leaf_remove(struct kvk_cache *cache, uint32_t id, struct kvk_invalid
 {
     struct kvk_block *block = kvk_index_block(cache->index, id);
     KVK_ASSERT(block->child_count == 0);
-    if (block->anchor_count > 0) {
-        return false;
+    uint8_t mask = block->tier_mask;
+    bool only_on_disk = mask == 1U << KVK_TIER_DISK;
+    if (block->anchor_count > 0 || (block->hold_count > 0 && only_on_disk)) {
+        return false; /* the latter is being brought back just now */
     }
     if (block->state == KVK_BLOCK_HOLLOW) {
         kvk_block_settle(cache, id); /* nothing needs it any more */
         return true;
     }
-    uint8_t mask = block->tier_mask;
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
         reply->blocks[i] += (mask & (1U << i)) != 0 ? 1 : 0;
     }
     cache->stats.invalidated_blocks++;
     if (block->hold_count > 0) {
         reply->held_blocks++;
         kvk_block_unindex(cache, id);
+        if ((mask & (1U << KVK_TIER_DISK)) != 0) { /* its record must not outlive this call */
+            kvk_block_drop_copy(cache, id, KVK_TIER_DISK, false);
+        }
         return true;
     }
     kvk_gone_begin(cache, KVK_GONE_INVALIDATED, NULL);
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
         if ((mask & (1U << i)) != 0) {
             kvk_block_drop_copy(cache, id, (enum kvk_tier)i, false);
         }
@@ -323,43 +359,75 @@ static enum kvk_status invalidate_part_drops(struct kvk_cache *cache, struct kvk
     if (status != KVK_OK) {
         return status;
     }
-    space->reference_count++;
     for (uint32_t g = 0; g < space->group_count && status == KVK_OK; g++) {
         walk.root = roots[g];
         status = walk_group_drops(cache, &walk, reply, error);
     }
-    space->reference_count--;
     kvk_space_roots_release(cache, space, roots);
-    reply->spaces = 1;
+    reply->spaces++;
+    return status;
+}
+
+/* The records on disk of what was taken out of the index go, and that is durable. */
+static enum kvk_status removals_settle_drops(struct kvk_cache *cache, struct kvk_error *error)
+{
+    struct kvk_error inner;
+    enum kvk_status status = kvk_persist_removals_drops(cache, &inner);
+    if (status != KVK_OK) {
+        (void)kvk_fail(error, status, inner.cause, inner.field,
+                       "it is gone from this daemon, but not durably: call again (%.150s)",
+                       inner.text);
+        kvk_error_retry(error, 1000);
+    }
     return status;
 }
 
 /* ---- The call ---- */
 
-static enum kvk_status invalidate_drops(struct kvk_cache *cache, const struct kvk_caller *caller,
-                                        const struct kvk_tenant **tenant,
-                                        const struct kvk_invalidate_request *request, uint64_t *ids,
-                                        uint32_t *count, struct kvk_invalidate_reply *reply,
-                                        struct kvk_error *error)
+static enum kvk_status check_part(const struct kvk_invalidate_request *request,
+                                  struct kvk_error *error)
 {
-    struct kvk_space *space = NULL;
+    if (request->prefix != NULL && request->space_id == 0) {
+        return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "space_id",
+                        "space_id is required with a prefix");
+    }
+    return KVK_OK;
+}
+
+static enum kvk_status invalidate_drops(struct kvk_cache *cache, struct kvk_space *const *spaces,
+                                        uint32_t count,
+                                        const struct kvk_invalidate_request *request,
+                                        struct kvk_invalidate_reply *reply, struct kvk_error *error)
+{
+    enum kvk_status status = KVK_OK;
+    if (request->by_salt || request->prefix != NULL) {
+        for (uint32_t i = 0; i < count && status == KVK_OK; i++) {
+            status = invalidate_part_drops(cache, spaces[i], request, reply, error);
+        }
+        return status == KVK_OK ? removals_settle_drops(cache, error) : status;
+    }
+    status = spaces_retire_drops(cache, spaces, count, reply, error);
+    if (status == KVK_OK) {
+        purge_begin_drops(cache);
+    }
+    return status;
+}
+
+/* Which spaces, of which tenant? References are the caller's. */
+static enum kvk_status target_find(struct kvk_cache *cache, const struct kvk_caller *caller,
+                                   const struct kvk_invalidate_request *request,
+                                   const struct kvk_tenant **tenant, struct kvk_space **spaces,
+                                   uint32_t *count, struct kvk_error *error)
+{
     if (request->space_id != 0) {
+        struct kvk_space *space;
         enum kvk_status status = kvk_space_find(cache, caller, request->space_id, &space, error);
         if (status != KVK_OK) {
             return status;
         }
         *tenant = space->tenant;
     }
-    if (request->by_salt || request->prefix != NULL) {
-        if (space == NULL) {
-            return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "space_id",
-                            "space_id is required with a salt or a prefix");
-        }
-        ids[(*count)++] = space->id;
-        return invalidate_part_drops(cache, space, request, reply, error);
-    }
-    spaces_retire(cache, *tenant, request, ids, count, reply);
-    purge_begin_drops(cache);
+    *count = spaces_collect(cache, *tenant, request, spaces);
     return KVK_OK;
 }
 
@@ -373,24 +441,35 @@ enum kvk_status kvk_invalidate(struct kvk_cache *cache, const struct kvk_caller 
     if (!caller->may_block) {
         return KVK_WOULD_BLOCK;
     }
-    if (request->space_id == 0) {
-        enum kvk_status status = kvk_credential_tenant(caller->credential, request->tenant.data,
-                                                       request->tenant.size, &tenant, error);
-        if (status != KVK_OK) {
-            return status;
-        }
+    enum kvk_status status = check_part(request, error);
+    if (status == KVK_OK && request->space_id == 0) {
+        status = kvk_credential_tenant(caller->credential, request->tenant.data,
+                                       request->tenant.size, &tenant, error);
     }
+    if (status != KVK_OK) {
+        return status;
+    }
+    struct kvk_space **spaces = calloc(cache->config->spaces, sizeof(struct kvk_space *));
     uint64_t *ids = calloc(cache->config->spaces, sizeof(*ids));
-    if (ids == NULL) {
+    if (spaces == NULL || ids == NULL) {
+        free(spaces);
+        free(ids);
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for the spaces' ids");
     }
     kvk_lock(&cache->lock);
-    enum kvk_status status =
-        invalidate_drops(cache, caller, &tenant, request, ids, &count, reply, error);
+    status = target_find(cache, caller, request, &tenant, spaces, &count, error);
+    if (status == KVK_OK) {
+        status = invalidate_drops(cache, spaces, count, request, reply, error);
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        ids[i] = spaces[i]->id;
+    }
+    spaces_release(spaces, count);
     kvk_unlock(&cache->lock);
     for (uint32_t i = 0; i < count; i++) {
         kvk_sessions_notify_unlocked(cache, tenant, KVK_NOTICE_INVALIDATED, ids[i]);
     }
+    free(spaces);
     free(ids);
     return status;
 }

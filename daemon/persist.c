@@ -6,9 +6,11 @@
 #include "base/assert.h"
 #include "base/bytes.h"
 #include "base/log.h"
+#include "daemon/disk_tier_internal.h"
 #include "daemon/space_internal.h"
 #include "hosttier/catalogue.h"
 
+#define REMOVALS_AT_ONCE 16384           /* that the catalogue's queue surely has room for */
 #define RETRY_NS (1 * KVK_NS_PER_SECOND) /* between tries to record a space after a failure */
 
 /* ---- Shapes ---- */
@@ -326,6 +328,33 @@ enum kvk_status kvk_persist_raise_drops(struct kvk_cache *cache, struct kvk_spac
     free(generations);
     if (status != KVK_OK) {
         cache->stats.space_record_failures++;
+    }
+    return status;
+}
+
+/* What the catalogue's queue had no room for waits with the disk tier, and follows as the queue is
+ * emptied. */
+enum kvk_status kvk_persist_removals_drops(struct kvk_cache *cache, struct kvk_error *error)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    if (cache->catalogue == NULL) {
+        return KVK_OK;
+    }
+    uint64_t rounds = 2;
+    if (cache->disk_tier != NULL) {
+        rounds += cache->disk_tier->leaving_count / REMOVALS_AT_ONCE;
+    }
+    enum kvk_status status = KVK_OK;
+    for (uint64_t i = 0; i < rounds && status == KVK_OK; i++) {
+        if (cache->disk_tier != NULL) {
+            kvk_disk_leaving_settle(cache);
+        }
+        kvk_unlock(&cache->lock);
+        status = kvk_catalogue_flush(cache->catalogue, error);
+        kvk_lock(&cache->lock);
+        if (cache->disk_tier == NULL || cache->disk_tier->leaving_count == 0) {
+            break;
+        }
     }
     return status;
 }

@@ -51,6 +51,11 @@ KVK_CHECKED enum kvk_status kvk_persist_raise_drops(struct kvk_cache *cache,
                                                     struct kvk_space *const *spaces, uint32_t count,
                                                     struct kvk_error *error);
 
+/* The removal of every record on disk that was given up before is durable. Where it cannot be made
+ * so it stays queued, and is tried again in the background. */
+KVK_CHECKED enum kvk_status kvk_persist_removals_drops(struct kvk_cache *cache,
+                                                       struct kvk_error *error);
+
 /* Maintenance: try again to record a space where that failed. */
 void kvk_persist_maintain_drops(struct kvk_cache *cache);
 

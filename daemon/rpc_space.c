@@ -196,18 +196,30 @@ static enum kvk_status check_invalidate(struct kvk_rpc_run *run,
         const char *field;
         struct kvk_view *view;
     } names[] = {
-        {&message->tenant, "tenant", &request->tenant},
         {&message->model, "model", &request->model},
         {&message->revision, "revision", &request->revision},
         {&message->adapter_name, "adapter_name", &request->adapter_name},
+        {&message->adapter_id, "adapter_id", &request->adapter_id},
+        {&message->adapter_version, "adapter_version", &request->adapter_version},
+        {&message->position_encoding, "position_encoding", &request->position_encoding},
+        {&message->mask_rule, "mask_rule", &request->mask_rule},
     };
-    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
-        enum kvk_status status = kvk_rpc_check_name(names[i].bytes, 0, KVK_NAME_SIZE - 1,
-                                                    names[i].field, names[i].view, error);
-        if (status != KVK_OK) {
-            return status;
-        }
+    enum kvk_status status = kvk_rpc_check_name(&message->tenant, 0, KVK_NAME_SIZE - 1, "tenant",
+                                                &request->tenant, error);
+    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]) && status == KVK_OK; i++) {
+        status = kvk_rpc_check_name(names[i].bytes, 0, KVK_IDENTITY_PART_SIZE_MAX, names[i].field,
+                                    names[i].view, error);
     }
+    if (status != KVK_OK) {
+        return status;
+    }
+    if (message->kv_format.len > KVK_IDENTITY_PART_SIZE_MAX) {
+        return kvk_fail_limit(error, KVK_INVALID, KVK_CAUSE_FIELD, "kv_format",
+                              message->kv_format.len, KVK_IDENTITY_PART_SIZE_MAX,
+                              "kv_format is too long");
+    }
+    request->kv_format =
+        (struct kvk_view){.data = message->kv_format.data, .size = message->kv_format.len};
     request->space_id = message->space_id;
     request->by_salt = message->by_salt;
     request->salt = (struct kvk_view){.data = message->salt.data, .size = message->salt.len};
@@ -215,9 +227,9 @@ static enum kvk_status check_invalidate(struct kvk_rpc_run *run,
         return kvk_fail_limit(error, KVK_INVALID, KVK_CAUSE_FIELD, "salt", message->salt.len,
                               run->rpc->config->salt_bytes, "salt is too long");
     }
-    if ((message->by_salt || message->prefix != NULL) && message->space_id == 0) {
+    if (message->prefix != NULL && message->space_id == 0) {
         return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "space_id",
-                        "space_id is required with by_salt or prefix");
+                        "space_id is required with prefix");
     }
     if (message->by_salt && message->prefix != NULL) {
         return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "by_salt",
@@ -227,7 +239,7 @@ static enum kvk_status check_invalidate(struct kvk_rpc_run *run,
         return KVK_OK;
     }
     request->prefix = prefix;
-    enum kvk_status status = kvk_rpc_check_prompt(run, message->prefix, "prefix", prefix, error);
+    status = kvk_rpc_check_prompt(run, message->prefix, "prefix", prefix, error);
     if (status == KVK_OK && prefix->token_count == 0) {
         return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "prefix.tokens",
                         "prefix.tokens names no block");
@@ -252,6 +264,7 @@ KVK_RPC_HANDLER(kvk_rpc_invalidate)
     response.spaces = reply.spaces;
     response.device_blocks = reply.blocks[KVK_TIER_DEVICE];
     response.host_blocks = reply.blocks[KVK_TIER_HOST];
+    response.disk_blocks = reply.blocks[KVK_TIER_DISK];
     response.held_blocks = reply.held_blocks;
     return kvk_rpc_reply(run, &response.base, error);
 }

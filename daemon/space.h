@@ -83,19 +83,31 @@ struct kvk_invalidate_request {
     struct kvk_view model; /* empty: any */
     struct kvk_view revision;
     struct kvk_view adapter_name;
-    bool by_salt;
+    struct kvk_view adapter_id;
+    struct kvk_view adapter_version;
+    struct kvk_view position_encoding;
+    struct kvk_view kv_format;
+    struct kvk_view mask_rule;
+    bool by_salt; /* only what this salt began, in the space or in all that match */
     struct kvk_view salt;
     const struct kvk_prompt *prefix; /* NULL: the whole; with its own salt. Its last whole block and
                                         all that hangs below it; no whole block: all of its salt */
 };
 struct kvk_invalidate_reply {
     uint64_t spaces;
-    uint64_t blocks[KVK_MEMORY_TIER_COUNT];
+    uint64_t blocks[KVK_TIER_COUNT]; /* copies that can no longer be found */
     uint64_t held_blocks;
 };
 
-/* After it returns no look-up finds what was named. Blocks that are held stay until their holders
- * let go; the rest is freed in slices by maintenance. */
+/*
+ * After it returns no look-up finds what was named, in no tier, and none will after a restart or a
+ * power cut either. Blocks that are held stay until their holders let go; the rest is freed in
+ * slices by maintenance. docs/durability.md says how.
+ *
+ * KVK_UNAVAILABLE, KVK_EXHAUSTED and the like of the catalogue: whole spaces are as they were; of a
+ * salt or a prefix what was found is gone from this daemon, but might come back with the next one:
+ * the call is to be repeated, and then says whether all of it is durable.
+ */
 KVK_CHECKED enum kvk_status kvk_invalidate(struct kvk_cache *cache, const struct kvk_caller *caller,
                                            const struct kvk_invalidate_request *request,
                                            struct kvk_invalidate_reply *reply,

@@ -92,6 +92,10 @@ void ctl_progress_end(struct ctl_progress *progress);
 /* Parse a count such as 12, 4k, 2M. False: it is none. */
 bool ctl_parse_count(const char *text, uint64_t *count);
 
+/* What the daemon's scrub found, for `status`: printed, or as JSON. Admins only; NULL: no answer. */
+void ctl_scrub_print(const struct ctl_options *options);
+json_t *ctl_scrub_json(const struct ctl_options *options);
+
 /* ---- the commands ---- */
 
 int ctl_status(const struct ctl_options *options, int argc, char **argv);
@@ -101,6 +105,7 @@ int ctl_sequences(const struct ctl_options *options, int argc, char **argv);
 int ctl_leases(const struct ctl_options *options, int argc, char **argv);
 int ctl_instances(const struct ctl_options *options, int argc, char **argv);
 int ctl_why(const struct ctl_options *options, int argc, char **argv);
+int ctl_invalidate(const struct ctl_options *options, int argc, char **argv);
 int ctl_stats(const struct ctl_options *options, int argc, char **argv);
 int ctl_top(const struct ctl_options *options, int argc, char **argv);
 int ctl_replay(const struct ctl_options *options, int argc, char **argv);

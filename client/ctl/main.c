@@ -16,6 +16,7 @@ static const struct ctl_command commands[] = {
     {"leases", "leases by age and owner", "", ctl_leases},
     {"instances", "engines and their processes", "", ctl_instances},
     {"why", "why was a request refused, and what stands in the way now", "", ctl_why},
+    {"invalidate", "forget a model, an adapter, a space, a salt, a prefix", "", ctl_invalidate},
     {"stats", "all counters", "", ctl_stats},
     {"top", "live: rates, occupancy, the busiest tenants", "", ctl_top},
     {"replay", "replay a trace of requests", "", ctl_replay},

@@ -161,7 +161,9 @@ def test_bad_numbers_are_named(worker):
         ("Fork", pb.ForkRequest(**it, expected_length=3, count=2**32 - 1), "count"),
         ("Close", pb.CloseRequest(**me), "sequence_ids"),
         ("Close", pb.CloseRequest(**me, sequence_ids=[sequence, sequence]), "sequence_ids"),
-        ("Invalidate", pb.InvalidateRequest(by_salt=True), "space_id"),
+        ("Invalidate", pb.InvalidateRequest(prefix=pb.Prompt(tokens=tokens([1]))), "space_id"),
+        ("Invalidate", pb.InvalidateRequest(model=b"m" * 4097), "model"),
+        ("Invalidate", pb.InvalidateRequest(kv_format=b"m" * 4097), "kv_format"),
         ("Invalidate", pb.InvalidateRequest(space_id=space.space_id, prefix=pb.Prompt()),
          "prefix.tokens"),
     ]

@@ -198,8 +198,8 @@ class Client:
                    ) -> pb.InvalidateResponse:
         """Forget a space, a prefix or a salt of it, or by names over all spaces of the tenant.
         Nothing of it is found when this returns."""
-        if space is None and (prefix is not None or salt is not None):
-            raise ValueError("a prefix or a salt is of one space: name it")
+        if space is None and prefix is not None:
+            raise ValueError("a prefix is of one space: name it")
         request = pb.InvalidateRequest(
             space_id=space.id if space else 0,
             tenant=self.tenant if tenant is None else as_bytes(tenant), model=as_bytes(model),
