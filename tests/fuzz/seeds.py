@@ -1,0 +1,173 @@
+#!/usr/bin/env python3
+"""The first inputs of the fuzz targets whose inputs have a form: well-formed calls to every method,
+configuration files, and conversations on the side socket.
+
+    tests/fuzz/seeds.py FOLDER      writes FOLDER/TARGET/NAME
+"""
+
+import pathlib
+import re
+import struct
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def varint(value):
+    out = b""
+    while value > 0x7F:
+        out += bytes([value & 0x7F | 0x80])
+        value >>= 7
+    return out + bytes([value])
+
+
+def number(field, value):
+    return varint(field << 3) + varint(value)
+
+
+def data(field, value):
+    return varint(field << 3 | 2) + varint(len(value)) + value
+
+
+def tokens(*values):
+    return struct.pack(f"<{len(values)}I", *values)
+
+
+def step(what, message=b""):
+    return bytes([what]) + struct.pack("<H", len(message)) + message
+
+
+def method_numbers():
+    """Methods by name, numbered as in the table of daemon/rpc.c."""
+    text = (ROOT / "daemon/rpc.c").read_text()
+    table = text[text.index("kvk_rpc_method methods[] = {"):]
+    table = table[:table.index("\n};")]
+    names = re.findall(r"(?:CALL|STREAM)\(\w+, (\w+),", table)
+    return {name: index for index, name in enumerate(names)}
+
+
+# The session, the space and what is open when an input begins: see furnish() in rpc_handlers.c.
+SPACE, SESSION, SEQUENCE, LEASE = 1, 7, 4, 5
+GROUP = (number(1, 1) + number(2, 1) + number(3, 8) + number(4, 8) + number(5, 1) + number(6, 1) +
+         number(7, 1) + number(8, 1))
+
+
+def calls(session):
+    prompt = data(1, tokens(*range(1, 11))) + data(2, b"salt") + data(
+        3, number(1, 2) + number(2, 3) + data(3, b"digest"))
+    plain = data(1, tokens(*range(1, 11)))
+    own = number(1, session)
+    both = own + number(2, SEQUENCE)
+    return {
+        "GetServerInfo": b"",
+        "OpenSpace": data(2, data(1, b"other") + data(11, data(1, b"k") + data(2, b"v"))) +
+        number(3, 4) + data(4, GROUP) + data(4, GROUP + number(10, 8) + number(11, 4)),
+        "Lookup": number(1, SPACE) + data(2, plain) + number(3, 1),
+        "Touch": number(1, SPACE) + data(2, prompt),
+        "Pin": own + number(2, SPACE) + data(3, plain) + number(5, 1000) + number(7, 1) +
+        data(8, b"again"),
+        "Renew": own + number(2, LEASE) + number(3, 500),
+        "Release": own + data(2, varint(LEASE)),
+        "BeginTransfer": own + number(3, LEASE) + number(6, 2),
+        "EndTransfer": own + number(2, LEASE + 1),
+        "OpenSequence": own + number(2, SPACE) + data(3, b"id") + data(4, prompt) + number(6, 20),
+        "GetSequence": both,
+        "Append": both + number(3, 10) + data(4, tokens(11, 12, 13)) + number(5, 1),
+        "Seal": both + number(3, 10) + number(4, 10) + number(5, 1),
+        "Commit": both + number(3, 13) + number(4, 1),
+        "Truncate": both + number(3, 10) + number(4, 6),
+        "Fork": both + number(3, 10) + number(4, 2) + data(5, b"f"),
+        "SwapOut": both,
+        "SwapIn": both,
+        "Close": own + data(2, varint(SEQUENCE)),
+        "WriteBlocks": both + data(3, number(3, 2) + data(5, bytes(32))),
+        "ReadBlocks": both + number(7, 3),
+        "MapMemory": own + number(2, 1) + number(3, SPACE) + number(6, 1),
+        "Attend": own + number(5, 1) + number(6, 1) + b"\x3d" + struct.pack("<f", 0.5) +
+        number(9, 1) + data(13, number(1, SEQUENCE) + number(3, 9) + number(4, 1) +
+                            data(5, data(1, bytes(32)))),
+        "Invalidate": number(1, SPACE),
+        "Session": data(1, data(4, b"worker")),
+        "GetBlock": number(1, SPACE) + data(2, data(1, tokens(1, 2, 3, 4))),
+        "TestControl": number(1, 5) + number(5, 1),
+    }
+
+
+def handler_seeds():
+    numbers = method_numbers()
+    seeds = {}
+    for session in (SESSION,):
+        made = calls(session)
+        for name, index in numbers.items():
+            seeds[f"{name}-{session}"] = step(index, made.get(name, b""))
+        life = ["Append", "Commit", "Fork", "SwapOut", "Attend", "SwapIn", "Pin", "Truncate", "Seal",
+                "MapMemory", "BeginTransfer", "EndTransfer", "ReadBlocks", "WriteBlocks",
+                "Invalidate", "Lookup", "Close", "GetOccupancy"]
+        steps = [step(numbers[name], made.get(name, b"")) for name in life]
+        seeds[f"life-{session}"] = b"".join(steps)
+        seeds[f"late-{session}"] = (step(0xE0, b"\1") + b"".join(steps[:6]) + step(0xE1, b"\xff") +
+                                    step(0xE2, b"\1") + b"".join(steps[6:]) + step(0xF9, b"\1"))
+    return seeds
+
+
+CONFIGURATION = """# everything
+[server]
+unix_path = /tmp/kvkeep.sock
+unix_mode = 0660
+tcp_address = [::1]:50051
+message_bytes = 64 MiB
+drain_ms = 5 s
+[tiers]
+device_bytes = 1 GiB
+host_bytes = 0
+huge_pages = no
+[cache]
+policy = lru
+[limits]
+tokens = 4096 ; a comment
+lease_ms = 10 min
+[tenant a]
+[tenant "b c"]
+[credential engine]
+token = 8d0f0c6e2b7a4a559f
+tenants = a, b c
+[credential operator]
+uids = 0, 1000
+tenants = a
+admin = yes
+"""
+
+CONFIG_SEEDS = {
+    "whole": CONFIGURATION.encode(),
+    "empty": b"\n",
+    "no-line-end": b"[tiers]\ndevice_bytes = 1 MiB",
+    "quotes": b"[server]\nunix_path = \"/tmp/a b#c;d\"\n",
+    "bad-size": b"[tiers]\nhost_bytes = -1 GiB\n",
+    "bad-unit": b"[tiers]\nhost_bytes = 1 GB\n",
+    "twice": b"[tiers]\nhost_bytes = 1 GiB\nhost_bytes = 2 GiB\n",
+    "latin": b"[tenant \xe9]\n",
+    "nul": b"[ten\0ant a]\n",
+}
+
+# Steps of the target: 0 connect, 1 bind, 2 fetch, 3 send bytes, 4 close, 5 read, 6 map, 7 end.
+SIDE_SEEDS = {
+    "order": bytes([0, 1, 5, 6, 2, 5, 4]),
+    "fetch-twice": bytes([0, 1, 6, 2, 2, 5, 6, 2, 7, 5]),
+    "bytes": bytes([0, 3, 16]) + bytes(16) + bytes([8, 11, 3]) + b"abc" + bytes([12]),
+    "in-pieces": bytes([0, 1, 3, 1, 0, 3, 15]) + bytes(15) + bytes([6, 2, 5]),
+    "crowd": bytes(range(0, 128, 8)) + bytes([1, 6, 2, 9, 10, 7]),
+}
+
+
+def main():
+    folder = pathlib.Path(sys.argv[1])
+    for target, seeds in (("rpc_handlers", handler_seeds()), ("config", CONFIG_SEEDS),
+                          ("side_socket", SIDE_SEEDS)):
+        place = folder / target
+        place.mkdir(parents=True, exist_ok=True)
+        for name, content in seeds.items():
+            (place / name).write_bytes(content)
+
+
+if __name__ == "__main__":
+    main()
