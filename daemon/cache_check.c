@@ -16,7 +16,7 @@ struct found {
     uint32_t holds;
     uint32_t lease_holds;
     uint32_t anchors;
-    uint32_t pins[KVK_MEMORY_TIER_COUNT];
+    uint32_t pins[KVK_TIER_COUNT];
     bool quarantined;
 };
 
@@ -28,7 +28,7 @@ struct check {
     struct kvk_cache *cache;
     struct found *found; /* [id_end] */
     uint32_t id_end;
-    struct tier_sums tiers[KVK_MEMORY_TIER_COUNT];
+    struct tier_sums tiers[KVK_TIER_COUNT];
     uint64_t excess_holds; /* of calls that nobody lists: they are under way */
     uint64_t excess_pins;
     uint64_t (*tenant_bound)[KVK_TIER_COUNT]; /* [KVK_TENANT_COUNT_MAX] */
@@ -171,7 +171,7 @@ static void check_references(struct check *check, uint32_t id, const struct kvk_
     KVK_ASSERT(block->anchor_count >= found->anchors);
     KVK_ASSERT(((block->flags & KVK_BLOCK_QUARANTINED) != 0) == found->quarantined);
     check->excess_holds += block->hold_count - found->holds;
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
         KVK_ASSERT(block->pin_count[i] >= found->pins[i]);
         KVK_ASSERT(block->pin_count[i] == 0 || block->slot[i] != KVK_SLOT_NONE);
         check->excess_pins += block->pin_count[i] - found->pins[i];
@@ -182,14 +182,19 @@ static void check_state(const struct check *check, uint32_t id, const struct kvk
 {
     const struct kvk_cache *cache = check->cache;
     uint32_t slots = 0;
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+    /* Whoever holds a block reads it in memory; but for those who are bringing it back. */
+    bool in_memory = block->slot[KVK_TIER_DEVICE] != KVK_SLOT_NONE ||
+                     block->slot[KVK_TIER_HOST] != KVK_SLOT_NONE;
+    KVK_ASSERT(in_memory || block->hold_count == 0 || cache->passing_holds > 0);
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
         slots += block->slot[i] != KVK_SLOT_NONE;
         KVK_ASSERT(!has_bit(block->tier_mask, i) || block->slot[i] != KVK_SLOT_NONE);
         bool damaged = kvk_block_is_whole(block) && block->slot[i] != KVK_SLOT_NONE &&
                        !has_bit(block->tier_mask, i);
         /* Damaged bytes stay only for who pins them, copies them or has nothing else. */
         KVK_ASSERT(!damaged || block->pin_count[i] > 0 || block->transfer_count > 0 ||
-                   (block->hold_count > 0 && block->tier_mask == 0));
+                   (i < KVK_MEMORY_TIER_COUNT && block->hold_count > 0 &&
+                    (block->tier_mask & KVK_MEMORY_TIER_MASK) == 0));
     }
     switch ((enum kvk_block_state)block->state) {
     case KVK_BLOCK_RESERVED:
@@ -199,16 +204,17 @@ static void check_state(const struct check *check, uint32_t id, const struct kvk
         KVK_ASSERT(block->hold_count > 0);
         break;
     case KVK_BLOCK_SEALED:
-        KVK_ASSERT(slots > 0 && block->hold_count == 1);
+        KVK_ASSERT((slots > 0 || cache->passing_holds > 0) && block->hold_count == 1);
         break;
     case KVK_BLOCK_SHARED:
-        KVK_ASSERT(slots > 0 && block->hold_count > 1);
+        KVK_ASSERT((slots > 0 || cache->passing_holds > 0) && block->hold_count > 1);
         break;
     case KVK_BLOCK_EVICTABLE:
         KVK_ASSERT(slots > 0 && block->hold_count == 0);
         KVK_ASSERT(block->tier_mask != 0 || block->transfer_count > 0);
         KVK_ASSERT(is_indexed(block));
-        KVK_ASSERT(block->pin_count[0] == 0 && block->pin_count[1] == 0);
+        KVK_ASSERT(block->pin_count[0] == 0 && block->pin_count[1] == 0 &&
+                   block->pin_count[2] == 0);
         KVK_ASSERT(cache->purge_wanted ||
                    kvk_root_is_current(cache, kvk_index_root_of(cache->index, id)));
         break;
@@ -243,10 +249,12 @@ static bool should_be_bound(const struct kvk_cache *cache, const struct kvk_grou
 static void sum_block(struct check *check, const struct kvk_group *group, uint32_t id,
                       const struct kvk_block *block)
 {
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
         struct tier_sums *sums = &check->tiers[i];
-        sums->used += block->slot[i] != KVK_SLOT_NONE ? group->block_bytes : 0;
-        if (!should_be_bound(check->cache, group, id, block, i)) {
+        if (block->slot[i] != KVK_SLOT_NONE) {
+            sums->used += group->tiers[i].arena.slot_bytes;
+        }
+        if (i >= KVK_MEMORY_TIER_COUNT || !should_be_bound(check->cache, group, id, block, i)) {
             continue;
         }
         sums->bound += group->block_bytes;
@@ -266,6 +274,7 @@ static struct kvk_evict_queue *expected_queue(struct kvk_group *group,
 {
     bool on_device = has_bit(block->tier_mask, KVK_TIER_DEVICE);
     bool on_host = has_bit(block->tier_mask, KVK_TIER_HOST);
+    bool on_disk = has_bit(block->tier_mask, KVK_TIER_DISK);
     if (!kvk_block_is_whole(block) || !current || block->transfer_count > 0) {
         return NULL;
     }
@@ -278,13 +287,21 @@ static struct kvk_evict_queue *expected_queue(struct kvk_group *group,
             return &group->tiers[KVK_TIER_DEVICE].clean;
         }
         if (block->hold_count == 0) {
-            return &group->tiers[KVK_TIER_DEVICE].queue;
+            return on_disk && !group->tiers[KVK_TIER_HOST].present
+                       ? &group->tiers[KVK_TIER_DEVICE].clean
+                       : &group->tiers[KVK_TIER_DEVICE].queue;
         }
         return group->tiers[KVK_TIER_HOST].present ? &group->tiers[KVK_TIER_DEVICE].held : NULL;
     }
     bool leaf = block->memory_children == 0 || group->windowed;
-    bool goes = block->hold_count == 0 && block->pin_count[KVK_TIER_HOST] == 0 && leaf;
-    return goes ? &group->tiers[KVK_TIER_HOST].queue : NULL;
+    if (on_host) {
+        bool goes = block->hold_count == 0 && block->pin_count[KVK_TIER_HOST] == 0 && leaf;
+        struct kvk_group_tier *host = &group->tiers[KVK_TIER_HOST];
+        return !goes ? NULL : on_disk ? &host->clean : &host->queue;
+    }
+    leaf = leaf && (block->disk_children == 0 || group->windowed);
+    bool goes = on_disk && block->hold_count == 0 && block->pin_count[KVK_TIER_DISK] == 0 && leaf;
+    return goes ? &group->tiers[KVK_TIER_DISK].queue : NULL;
 }
 
 static void check_queue(const struct kvk_cache *cache, struct kvk_group *group, uint32_t id,
@@ -300,7 +317,7 @@ static void check_queue(const struct kvk_cache *cache, struct kvk_group *group, 
 
 static void check_slots(const struct kvk_group *group, uint32_t id, const struct kvk_block *block)
 {
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
         if (block->slot[i] != KVK_SLOT_NONE) {
             const struct kvk_group_tier *at = &group->tiers[i];
             KVK_ASSERT(at->present);
@@ -344,10 +361,11 @@ static void check_group_tier(struct check *check, const struct kvk_group *group,
         KVK_ASSERT(block->slot[tier] == slot);
         owned++;
     }
-    KVK_ASSERT(owned + at->loose_count == at->arena.used_count);
-    KVK_ASSERT(at->used_bytes == at->arena.used_count * group->block_bytes);
-    uint64_t loose = at->loose_count * group->block_bytes;
-    check->tiers[tier].used += loose;
+    uint32_t leaving = tier == KVK_TIER_DISK ? kvk_disk_leaving_check(check->cache, group) : 0;
+    KVK_ASSERT(owned + at->loose_count + leaving == at->arena.used_count);
+    KVK_ASSERT(at->used_bytes == at->arena.used_count * at->arena.slot_bytes);
+    uint64_t loose = at->loose_count * at->arena.slot_bytes;
+    check->tiers[tier].used += loose + leaving * at->arena.slot_bytes;
     check->tiers[tier].bound += loose;
     check->tenant_bound[group->space->tenant->index][tier] += loose;
     check->tiers[tier].copying += loose;
@@ -358,8 +376,8 @@ static void check_group_tier(struct check *check, const struct kvk_group *group,
 /* Blocks by state and tier, and members of queues, of one group. */
 struct group_sums {
     uint64_t states[KVK_BLOCK_STATE_COUNT];
-    uint64_t tiers[KVK_MEMORY_TIER_COUNT];
-    uint32_t queues[KVK_MEMORY_TIER_COUNT][3];
+    uint64_t tiers[KVK_TIER_COUNT];
+    uint32_t queues[KVK_TIER_COUNT][3];
 };
 
 static void check_group_sums(const struct kvk_group *group, const struct group_sums *sums)
@@ -367,7 +385,7 @@ static void check_group_sums(const struct kvk_group *group, const struct group_s
     for (int i = 0; i < KVK_BLOCK_STATE_COUNT; i++) {
         KVK_ASSERT(group->state_counts[i] == sums->states[i]);
     }
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
         const struct kvk_group_tier *at = &group->tiers[i];
         KVK_ASSERT(group->tier_blocks[i] == sums->tiers[i]);
         if (at->present) {
@@ -382,7 +400,7 @@ static void add_to_group(struct group_sums *sums, const struct kvk_group *group,
                          const struct kvk_block *block)
 {
     sums->states[block->state]++;
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
         const struct kvk_group_tier *at = &group->tiers[i];
         sums->tiers[i] += has_bit(block->tier_mask, i);
         sums->queues[i][0] += block->queue == &at->queue;
@@ -512,7 +530,7 @@ static void check_tier(struct check *check, int tier)
     struct kvk_cache *cache = check->cache;
     const struct kvk_tier_state *state = &cache->tiers[tier];
     struct tier_sums *sums = &check->tiers[tier];
-    if (state->device == NULL) {
+    if (tier < KVK_MEMORY_TIER_COUNT ? state->device == NULL : cache->disk_tier == NULL) {
         return;
     }
     for (uint32_t number = 0; number < cache->group_end; number++) {
@@ -575,7 +593,8 @@ static uint64_t loose_bytes(const struct kvk_cache *cache, enum kvk_tier tier)
     uint64_t bytes = 0;
     for (const struct kvk_space *space = cache->spaces; space != NULL; space = space->next) {
         for (uint32_t g = 0; g < space->group_count; g++) {
-            bytes += space->groups[g]->tiers[tier].loose_count * space->groups[g]->block_bytes;
+            const struct kvk_group_tier *at = &space->groups[g]->tiers[tier];
+            bytes += at->loose_count * at->arena.slot_bytes;
         }
     }
     return bytes;
@@ -590,7 +609,7 @@ void kvk_cache_check_locked(struct kvk_cache *cache)
     KVK_ASSERT(check.found != NULL && check.tenant_bound != NULL);
     walk_holders(&check);
     check_blocks(&check);
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
         check_tier(&check, i);
     }
     check_spaces(cache);
@@ -603,7 +622,7 @@ void kvk_cache_check_locked(struct kvk_cache *cache)
         KVK_ASSERT(check.excess_pins == 0);
         KVK_ASSERT(cache->moves_under_way == 0);
         /* But slots that a call has taken and waits with for the others that it needs. */
-        for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+        for (int i = 0; i < KVK_TIER_COUNT; i++) {
             KVK_ASSERT(cache->tiers[i].copying_bytes == loose_bytes(cache, (enum kvk_tier)i));
         }
     }

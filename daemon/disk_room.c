@@ -82,6 +82,25 @@ void kvk_disk_leaving_settle(struct kvk_cache *cache)
     }
 }
 
+uint32_t kvk_disk_leaving_check(const struct kvk_cache *cache, const struct kvk_group *group)
+{
+    const struct kvk_group_tier *at = &group->tiers[KVK_TIER_DISK];
+    uint32_t count = 0;
+    uint32_t last = 0;
+    for (uint32_t next = group->disk->leave_first; next != 0;
+         next = group->disk->leave_next[next - 1]) {
+        KVK_ASSERT(at->owners[next - 1] == 0);
+        KVK_ASSERT(kvk_arena_is_used(&at->arena, next - 1));
+        KVK_ASSERT(count < at->arena.used_count); /* no ring */
+        last = next;
+        count++;
+    }
+    KVK_ASSERT(last == group->disk->leave_last);
+    KVK_ASSERT(count == group->disk->leaving_count);
+    KVK_ASSERT(count <= cache->disk_tier->leaving_count);
+    return count;
+}
+
 /* ---- Eviction ---- */
 
 static bool may_drop(const struct kvk_group *group, const struct kvk_block *block)

@@ -64,6 +64,9 @@ void kvk_disk_slot_leave(struct kvk_cache *cache, struct kvk_group *group, uint3
 /* The block's id is about to be nobody's: what is being done for it is not for its next owner. */
 void kvk_disk_block_gone(struct kvk_cache *cache, uint32_t block);
 
+/* For kvk_cache_check(): how many slots of the group wait for the removal of their record. */
+uint32_t kvk_disk_leaving_check(const struct kvk_cache *cache, const struct kvk_group *group);
+
 /* ---- Writing behind ---- */
 
 /* The block was used, or `sealed` just now: it is queued if it is worth it and not on disk yet.
