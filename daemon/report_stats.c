@@ -12,6 +12,7 @@
 #include "base/assert.h"
 #include "base/log.h"
 #include "base/metrics.h"
+#include "daemon/scrub.h"
 
 #define COUNT(array) (sizeof(array) / sizeof((array)[0]))
 
@@ -101,6 +102,7 @@ struct figures {
     struct kvk_cache_stats stats;
     struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT];
     struct kvk_index_stats index;
+    struct kvk_scrub_counts scrub;
     uint64_t state_blocks[KVK_BLOCK_STATE_COUNT];
     uint64_t evict_bytes;
     uint64_t spaces;
@@ -120,6 +122,7 @@ static void figures_take(struct kvk_cache *cache, struct figures *figures)
     figures->stats = cache->stats;
     kvk_report_tiers(cache, &scope, figures->tiers);
     kvk_index_stats(cache->index, &figures->index);
+    kvk_scrub_counts(cache, &figures->scrub);
     figures->evict_bytes = kvk_evict_bytes(cache->evict);
     figures->spaces = cache->space_count;
     figures->sequences = cache->sequence_table.count;
@@ -196,6 +199,25 @@ static void visit_counters(const struct visitor *visitor, const struct kvk_cache
                    (double)stats->lookup_ns / (double)KVK_NS_PER_SECOND);
     visitor->visit(visitor->context, "kvkeep_saved_seconds_total",
                    (double)stats->saved_ns / (double)KVK_NS_PER_SECOND);
+}
+
+static void visit_scrub(const struct visitor *visitor, const struct kvk_scrub_counts *counts)
+{
+    static const char *const names[KVK_TIER_COUNT] = {"device", "host", "disk"};
+    for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
+        visit_labelled(visitor, "kvkeep_scrub_blocks_total", "tier", names[tier], NULL, NULL,
+                       counts->blocks[tier]);
+        visit_labelled(visitor, "kvkeep_scrub_bytes_total", "tier", names[tier], NULL, NULL,
+                       counts->bytes[tier]);
+        visit_labelled(visitor, "kvkeep_scrub_damaged_total", "tier", names[tier], NULL, NULL,
+                       counts->damaged[tier]);
+    }
+    visit_plain(visitor, "kvkeep_scrub_unreadable_total", counts->unreadable);
+    visit_plain(visitor, "kvkeep_scrub_passes_total", counts->passes);
+    visitor->visit(visitor->context, "kvkeep_scrub_last_pass_seconds",
+                   (double)counts->last_pass_ns / (double)KVK_NS_PER_SECOND);
+    visitor->visit(visitor->context, "kvkeep_scrub_last_pass_age_seconds",
+                   (double)counts->last_pass_age_ns / (double)KVK_NS_PER_SECOND);
 }
 
 static void visit_tiers(const struct visitor *visitor, const struct figures *figures)
@@ -279,6 +301,7 @@ void kvk_report_stats(struct kvk_cache *cache,
     kvk_unlock(&cache->lock);
 
     visit_counters(&visitor, &figures.stats);
+    visit_scrub(&visitor, &figures.scrub);
     visit_tiers(&visitor, &figures);
     visit_blocks(&visitor, &figures);
     visit_counts(&visitor, &figures);

@@ -160,16 +160,20 @@ int ctl_status(const struct ctl_options *options, int argc, char **argv)
         return code;
     }
     if (options->json) {
-        ctl_json_print(json_pack("{s:s, s:s, s:s, s:s, s:s, s:b, s:I, s:o}", "version",
+        ctl_json_print(json_pack("{s:s, s:s, s:s, s:s, s:s, s:b, s:I, s:o, s:o*}", "version",
                                  info.version, "device", info.device, "device_path",
                                  info.device_path, "policy", info.policy, "tenant", info.tenant,
                                  "admin", info.admin, "uptime_ms", (json_int_t)info.uptime_ms,
-                                 "tiers", tiers_json(occupancy)));
+                                 "tiers", tiers_json(occupancy), "scrub",
+                                 info.admin ? ctl_scrub_json(options) : NULL));
     } else {
         (void)printf("kvkeepd %s, up %s, device %s (%s), policy %s, you are %s%s\n\n", info.version,
                      ctl_duration_ms(info.uptime_ms), info.device, info.device_path, info.policy,
                      info.tenant, info.admin ? " (admin)" : "");
         tiers_print(occupancy);
+        if (info.admin) {
+            ctl_scrub_print(options);
+        }
     }
     kvkeep__v1__get_occupancy_response__free_unpacked(occupancy, NULL);
     return CTL_OK;
