@@ -146,7 +146,7 @@ enum kvk_status kvk_sequence_bring_drops(struct kvk_cache *cache, struct kvk_seq
                                          const struct kvk_caller *caller, struct kvk_error *error)
 {
     KVK_ASSERT(sequence->busy);
-    struct kvk_move *moves = malloc(count * sizeof(*moves));
+    struct kvk_move *moves = calloc(count, sizeof(*moves));
     if (moves == NULL) {
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "", "no memory to move blocks");
     }
