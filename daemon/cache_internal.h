@@ -106,6 +106,7 @@ struct kvk_space {
     uint32_t lookup_min_tokens;
     uint32_t reference_count; /* sequences, leases, mappings: a space in use is not reclaimed */
     bool constant_hash;       /* test hook, at its opening */
+    uint8_t mode;             /* enum kvk_tenant_mode; the tenant's goes beside it: space_mode.c */
     bool recorded;            /* in the catalogue: see persist.h */
     uint64_t idle_ms; /* after so long unused its blocks go; 0: as the tenant's quota says */
     /* counters */
@@ -483,6 +484,11 @@ struct kvk_cache {
 KVK_CHECKED enum kvk_status kvk_space_find(struct kvk_cache *cache, const struct kvk_caller *caller,
                                            uint64_t space_id, struct kvk_space **space,
                                            struct kvk_error *error);
+/* May anything be done for it? As kvk_tenant_check(), and the space's own mode. */
+KVK_CHECKED enum kvk_status kvk_space_check(const struct kvk_space *space, struct kvk_error *error);
+/* Neither it nor its tenant is in shadow mode: what is cached is found, and what is sealed is put
+ * into the index. */
+bool kvk_space_shares(const struct kvk_space *space);
 struct kvk_group *kvk_group_of(const struct kvk_cache *cache, const struct kvk_block *block);
 
 /* Open the root of each group for a salt, at the space's generation: references are the caller's.
@@ -766,6 +772,8 @@ void kvk_quota_maintain_drops(struct kvk_cache *cache);
 /* The tenant's bytes in the tier are about to change. */
 void kvk_usage_advance(struct kvk_cache *cache, const struct kvk_tenant *tenant,
                        enum kvk_tier tier);
+/* state.usage as it is now. */
+void kvk_usage_refresh(struct kvk_cache *cache, struct kvk_tenant_state *state);
 /* Now and then: counters to the catalogue. Drops the lock. */
 void kvk_usage_maintain_drops(struct kvk_cache *cache);
 

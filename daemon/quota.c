@@ -387,6 +387,23 @@ enum kvk_status kvk_quota_check_count(const struct kvk_tenant_state *state, bool
 
 /* ---- The rate ---- */
 
+const struct kvk_tenant *kvk_rate_tenant(struct kvk_cache *cache,
+                                         const struct kvk_credential *credential,
+                                         uint64_t session_id, uint64_t space_id)
+{
+    const struct kvk_tenant *tenant = credential->tenants[0];
+    kvk_lock(&cache->lock);
+    if (session_id != 0) {
+        const struct kvk_session *session = kvk_table_get(&cache->session_table, session_id);
+        tenant = session != NULL ? session->tenant : NULL;
+    } else if (space_id != 0) {
+        const struct kvk_space *space = kvk_table_get(&cache->space_table, space_id);
+        tenant = space != NULL ? space->tenant : NULL;
+    }
+    kvk_unlock(&cache->lock);
+    return tenant != NULL && kvk_credential_allows(credential, tenant) ? tenant : NULL;
+}
+
 /*
  * The bucket as one number: the time at which it would be full again. A request moves it on by one
  * interval, and is let in where it then lies no further ahead than the burst.

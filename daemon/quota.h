@@ -45,6 +45,7 @@ struct kvk_tenant_usage {
     uint64_t evictions[KVK_TIER_COUNT]; /* copies dropped to make room */
     uint64_t limit_evictions;           /* of them, for its own limit */
     uint64_t idle_blocks;               /* that went after the idle time */
+    uint64_t hints_left_out;            /* blocks: past what hints may keep */
     uint64_t refusals;                  /* of all kinds, */
     uint64_t limit_refusals;            /* of them over a limit of its own, */
     uint64_t rate_refusals;             /* and over its rate */
@@ -86,5 +87,11 @@ void kvk_usage_save(struct kvk_cache *cache);
  */
 KVK_CHECKED enum kvk_status kvk_rate_take(struct kvk_cache *cache, const struct kvk_tenant *tenant,
                                           struct kvk_error *error);
+
+/* Whose request is it that names this session or space (0: none)? NULL: none of these that the
+ * credential may act for; the call itself says so. */
+const struct kvk_tenant *kvk_rate_tenant(struct kvk_cache *cache,
+                                         const struct kvk_credential *credential,
+                                         uint64_t session_id, uint64_t space_id);
 
 #endif

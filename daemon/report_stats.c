@@ -90,7 +90,31 @@ static const struct named tier_gauges[] = {
 
 static const char *const tier_names[KVK_MEMORY_TIER_COUNT] = {"device", "host"};
 
+#define TENANT_COUNTER(member, text)                                                               \
+    {                                                                                              \
+        .name = "kvkeep_tenant_" text "_total",                                                    \
+        .offset = offsetof(struct kvk_tenant_usage, member)                                        \
+    }
+
+static const struct named tenant_counters[] = {
+    TENANT_COUNTER(requests, "requests"),
+    TENANT_COUNTER(lookups, "lookups"),
+    TENANT_COUNTER(lookup_tokens, "lookup_tokens"),
+    TENANT_COUNTER(hit_tokens, "hit_tokens"),
+    TENANT_COUNTER(saved_tokens, "saved_tokens"),
+    TENANT_COUNTER(sealed_blocks, "sealed_blocks"),
+    TENANT_COUNTER(moved_bytes, "moved_bytes"),
+    TENANT_COUNTER(limit_evictions, "limit_evictions"),
+    TENANT_COUNTER(idle_blocks, "idle_blocks"),
+    TENANT_COUNTER(hints_left_out, "hints_left_out"),
+    TENANT_COUNTER(refusals, "refusals"),
+    TENANT_COUNTER(limit_refusals, "limit_refusals"),
+    TENANT_COUNTER(rate_refusals, "rate_refusals"),
+};
+
 struct tenant_figures {
+    struct kvk_tenant_usage usage;
+    struct kvk_tenant_quota quota;
     uint64_t bytes[KVK_MEMORY_TIER_COUNT];
     uint64_t instances;
     uint64_t sequences;
@@ -138,6 +162,12 @@ static void figures_take(struct kvk_cache *cache, struct figures *figures)
         }
     }
     for (uint32_t i = 0; i < kvk_tenants_count(cache->tenants); i++) {
+        struct kvk_tenant_state *state = &cache->tenant_states[i];
+        if (state->tenant != NULL) {
+            kvk_usage_refresh(cache, state);
+            figures->tenants[i].usage = state->usage;
+            figures->tenants[i].quota = state->quota;
+        }
         for (int tier = 0; tier < KVK_MEMORY_TIER_COUNT; tier++) {
             figures->tenants[i].bytes[tier] =
                 cache->tiers[tier].device != NULL ? cache->tiers[tier].tenant_bytes[i] : 0;
@@ -257,6 +287,26 @@ static void visit_counts(const struct visitor *visitor, const struct figures *fi
     visit_plain(visitor, "kvkeep_sessions", figures->sessions);
 }
 
+static void visit_usage(const struct visitor *visitor, const char *name,
+                        const struct tenant_figures *tenant)
+{
+    const char *const tiers[KVK_TIER_COUNT] = {"device", "host", "disk"};
+    for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
+        visit_labelled(visitor, "kvkeep_tenant_byte_seconds_total", "tenant", name, "tier",
+                       tiers[tier], tenant->usage.byte_seconds[tier]);
+        visit_labelled(visitor, "kvkeep_tenant_evictions_total", "tenant", name, "tier",
+                       tiers[tier], tenant->usage.evictions[tier]);
+        visit_labelled(visitor, "kvkeep_tenant_limit_bytes", "tenant", name, "tier", tiers[tier],
+                       tenant->quota.limit_bytes[tier]);
+        visit_labelled(visitor, "kvkeep_tenant_guaranteed_bytes", "tenant", name, "tier",
+                       tiers[tier], tenant->quota.guaranteed_bytes[tier]);
+    }
+    for (size_t i = 0; i < COUNT(tenant_counters); i++) {
+        visit_labelled(visitor, tenant_counters[i].name, "tenant", name, NULL, NULL,
+                       member(&tenant->usage, &tenant_counters[i]));
+    }
+}
+
 static void visit_tenants(const struct visitor *visitor, const struct kvk_cache *cache,
                           const struct figures *figures)
 {
@@ -266,7 +316,8 @@ static void visit_tenants(const struct visitor *visitor, const struct kvk_cache 
         const struct tenant_figures *tenant = &figures->tenants[i];
         const struct kvk_tenant *known = kvk_tenants_get(cache->tenants, i);
         const char *name = known != NULL ? known->name : "";
-        bool idle = tenant->instances == 0 && tenant->bytes[0] == 0 && tenant->bytes[1] == 0;
+        bool idle = tenant->instances == 0 && tenant->bytes[0] == 0 && tenant->bytes[1] == 0 &&
+                    tenant->usage.requests == 0 && tenant->usage.lookups == 0;
         if (known == NULL || idle) {
             continue;
         }
@@ -280,6 +331,7 @@ static void visit_tenants(const struct visitor *visitor, const struct kvk_cache 
         visit_labelled(visitor, "kvkeep_tenant_sequences", "tenant", name, NULL, NULL,
                        tenant->sequences);
         visit_labelled(visitor, "kvkeep_tenant_leases", "tenant", name, NULL, NULL, tenant->leases);
+        visit_usage(visitor, name, tenant);
     }
 }
 

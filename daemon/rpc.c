@@ -75,6 +75,17 @@ static const struct kvk_rpc_method methods[] = {
     BULK_CALL(ADMIN, GetBlock, get_block, kvk_rpc_get_block),
     BULK_CALL(ADMIN, Why, why, kvk_rpc_why),
     BULK_CALL(ADMIN, GetStats, get_stats, kvk_rpc_get_stats),
+    BULK_CALL(ADMIN, GetUsage, get_usage, kvk_rpc_get_usage),
+    BULK_CALL(ADMIN, CreateTenant, create_tenant, kvk_rpc_create_tenant),
+    BULK_CALL(ADMIN, ListTenants, list_tenants, kvk_rpc_list_tenants),
+    BULK_CALL(ADMIN, ChangeTenant, change_tenant, kvk_rpc_change_tenant),
+    SLOW_CALL(ADMIN, DeleteTenant, delete_tenant, kvk_rpc_delete_tenant),
+    BULK_CALL(ADMIN, CreateCredential, create_credential, kvk_rpc_create_credential),
+    BULK_CALL(ADMIN, ListCredentials, list_credentials, kvk_rpc_list_credentials),
+    BULK_CALL(ADMIN, RotateToken, rotate_token, kvk_rpc_rotate_token),
+    BULK_CALL(ADMIN, RevokeTokens, revoke_tokens, kvk_rpc_revoke_tokens),
+    BULK_CALL(ADMIN, DeleteCredential, delete_credential, kvk_rpc_delete_credential),
+    BULK_CALL(ADMIN, SetSpaceMode, set_space_mode, kvk_rpc_set_space_mode),
     BULK_CALL(ADMIN, TestControl, test_control, kvk_rpc_test_control),
 };
 
@@ -86,21 +97,6 @@ _Static_assert(METHOD_COUNT <= KVK_RPC_METHODS_MAX, "room for every method");
 static bool call_is_cancelled(void *context)
 {
     return kvk_call_is_cancelled(context);
-}
-
-static enum kvk_status authenticate(const struct kvk_rpc *rpc, struct kvk_call *call,
-                                    const struct kvk_credential **credential,
-                                    struct kvk_error *error)
-{
-    struct kvk_bytes token = {.data = NULL, .size_bytes = 0};
-    struct kvk_bytes header;
-    if (!kvk_call_bearer_token(call, &token) && kvk_call_metadata(call, "authorization", &header)) {
-        return kvk_fail(error, KVK_UNAUTHENTICATED, KVK_CAUSE_NONE, "authorization",
-                        "the authorization metadata is not \"Bearer TOKEN\", or too long");
-    }
-    const struct kvk_peer *peer = kvk_call_peer(call);
-    return kvk_tenants_authenticate(rpc->tenants, token.data, token.size_bytes,
-                                    peer->kind == KVK_PEER_UNIX, peer->uid, credential, error);
 }
 
 enum kvk_status kvk_rpc_run_begin(struct kvk_rpc_run *run, const struct kvk_rpc_bound *bound,
@@ -118,7 +114,7 @@ enum kvk_status kvk_rpc_run_begin(struct kvk_rpc_run *run, const struct kvk_rpc_
     if (run->memory == NULL) {
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for the call");
     }
-    return authenticate(bound->rpc, call, &run->caller.credential, error);
+    return kvk_rpc_authenticate(bound->rpc, call, &run->caller.credential, error);
 }
 
 /* True: the call was ended. False: it would have to wait, and nothing has changed. */
@@ -130,8 +126,14 @@ static bool unary_run(struct kvk_call *call, const struct kvk_rpc_bound *bound, 
     ProtobufCMessage *message = NULL;
     enum kvk_status status = kvk_rpc_run_begin(&run, bound, call, may_block, &error);
     if (status == KVK_OK) {
+        status = kvk_rpc_rate_take(&run, bound, NULL, &error);
+    }
+    if (status == KVK_OK) {
         status = kvk_wire_unpack(bound->rpc->config, &run.memory->arena, method->request,
                                  kvk_call_message(call), &message, &error);
+    }
+    if (status == KVK_OK) {
+        status = kvk_rpc_rate_take(&run, bound, message, &error);
     }
     if (status == KVK_OK) {
         status = method->handle(&run, message, &error);
@@ -266,7 +268,8 @@ static void bind_methods(struct kvk_rpc *rpc)
     rpc->method_count = METHOD_COUNT;
     for (uint32_t i = 0; i < METHOD_COUNT; i++) {
         const struct kvk_rpc_method *method = &methods[i];
-        rpc->bound[i] = (struct kvk_rpc_bound){.rpc = rpc, .method = method};
+        rpc->bound[i] =
+            (struct kvk_rpc_bound){.rpc = rpc, .method = method, .rated = kvk_rpc_is_rated(method)};
         struct kvk_method *target = &rpc->methods[i];
         target->path = method->path;
         target->kind = method->kind;
@@ -292,8 +295,15 @@ enum kvk_status kvk_rpc_create(const struct kvk_rpc_options *options, struct kvk
     }
     made->config = options->config;
     made->tenants = options->tenants;
+    made->audit = options->audit;
     made->clock = options->clock != NULL ? options->clock : kvk_clock_monotonic();
     made->start_ns = kvk_clock_now(made->clock);
+    enum kvk_status status = kvk_auth_limit_init(&made->auth_limit, made->config->auth_failures,
+                                                 made->config->auth_failure_ms, error);
+    if (status != KVK_OK) {
+        free(made);
+        return status;
+    }
     if (options->side_path != NULL) {
         (void)snprintf(made->side_path, sizeof(made->side_path), "%s", options->side_path);
     }
@@ -311,6 +321,7 @@ void kvk_rpc_destroy(struct kvk_rpc *rpc)
     }
     kvk_rpc_detach(rpc);
     kvk_rpc_sessions_finish(&rpc->sessions);
+    kvk_auth_limit_finish(&rpc->auth_limit);
     free(rpc);
 }
 

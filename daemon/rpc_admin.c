@@ -549,8 +549,8 @@ KVK_RPC_HANDLER(kvk_rpc_why)
 
 /* ---- GetStats ---- */
 
-#define STATS_MAX 4096
-#define STATS_TEXT_BYTES ((size_t)512 << 10)
+#define STATS_MAX 16384
+#define STATS_TEXT_BYTES ((size_t)4 << 20)
 
 /* Names are copied while they are visited: they need not outlive the visit. */
 struct rpc_stats {
@@ -600,6 +600,24 @@ static void stats_add_server(struct rpc_stats *stats, struct kvk_server *server)
     }
 }
 
+static void stats_add_callers(struct rpc_stats *stats, struct kvk_rpc *rpc)
+{
+    struct kvk_tenants_stats tenants;
+    struct kvk_audit_stats audit = {.entries = 0};
+    kvk_tenants_stats(rpc->tenants, &tenants);
+    if (rpc->audit != NULL) {
+        kvk_audit_stats(rpc->audit, &audit);
+    }
+    stats_add(stats, "kvkeep_tenants", (double)tenants.tenants);
+    stats_add(stats, "kvkeep_credentials", (double)tenants.credentials);
+    stats_add(stats, "kvkeep_tenant_changes_total", (double)tenants.changes);
+    stats_add(stats, "kvkeep_callers_identified_total", (double)tenants.identified);
+    stats_add(stats, "kvkeep_auth_failures_total", (double)tenants.identify_failures);
+    stats_add(stats, "kvkeep_auth_limited_total", (double)atomic_load(&rpc->auth_limit.refused));
+    stats_add(stats, "kvkeep_audit_entries_total", (double)audit.entries);
+    stats_add(stats, "kvkeep_audit_failures_total", (double)audit.failures);
+}
+
 KVK_RPC_HANDLER(kvk_rpc_get_stats)
 {
     (void)message;
@@ -616,6 +634,7 @@ KVK_RPC_HANDLER(kvk_rpc_get_stats)
         return no_memory(error);
     }
     stats_add_server(&stats, run->rpc->server);
+    stats_add_callers(&stats, run->rpc);
     kvk_report_stats(run->rpc->cache, stats_add, &stats);
     if (stats.full) {
         return kvk_fail_limit(error, KVK_INTERNAL, KVK_CAUSE_LIMIT, "", stats.count, STATS_MAX,

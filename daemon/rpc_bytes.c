@@ -229,6 +229,9 @@ void kvk_rpc_write_blocks(struct kvk_call *call, void *rpc_bound)
     enum kvk_status status = kvk_rpc_run_begin(&run, rpc_bound, call, true, &error);
     struct rpc_write *write = NULL;
     if (status == KVK_OK) {
+        status = kvk_rpc_rate_take(&run, rpc_bound, NULL, &error);
+    }
+    if (status == KVK_OK) {
         write = calloc(1, sizeof(*write));
         if (write == NULL) {
             status = kvk_fail(&error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for the call");
@@ -410,6 +413,9 @@ void kvk_rpc_read_blocks(struct kvk_call *call, void *rpc_bound)
     struct kvk_error error;
     struct rpc_read *read = NULL;
     enum kvk_status status = kvk_rpc_run_begin(&run, rpc_bound, call, true, &error);
+    if (status == KVK_OK) {
+        status = kvk_rpc_rate_take(&run, rpc_bound, NULL, &error);
+    }
     if (status == KVK_OK) {
         read = calloc(1, sizeof(*read));
         status = read != NULL ? read_check(&run, read, &error)

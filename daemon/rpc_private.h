@@ -14,6 +14,7 @@
 #include <stdatomic.h>
 
 #include "base/lock.h"
+#include "daemon/auth_limit.h"
 #include "daemon/lease.h"
 #include "daemon/rpc.h"
 #include "daemon/rpc_messages.h"
@@ -54,9 +55,10 @@ struct kvk_rpc_method {
 struct kvk_rpc_bound {
     struct kvk_rpc *rpc;
     const struct kvk_rpc_method *method;
+    bool rated; /* the rate of its tenant's requests is asked first */
 };
 
-#define KVK_RPC_METHODS_MAX 48
+#define KVK_RPC_METHODS_MAX 64
 
 /* The streams of sessions, so that a drain can end them. */
 struct kvk_rpc_sessions {
@@ -72,6 +74,8 @@ struct kvk_rpc_sessions {
 struct kvk_rpc {
     const struct kvk_config *config;
     struct kvk_tenants *tenants;
+    struct kvk_audit *audit; /* NULL: none */
+    struct kvk_auth_limit auth_limit;
     struct kvk_clock *clock;
     struct kvk_cache *cache;   /* from kvk_rpc_attach() on */
     struct kvk_server *server; /* likewise */
@@ -112,6 +116,28 @@ struct kvk_rpc_tables {
     Kvkeep__V1__BlockTable *pointers[KVK_GROUP_COUNT_MAX];
 };
 size_t kvk_rpc_fill_tables(struct kvk_rpc_tables *target, const struct kvk_tables *tables);
+
+/* ---- rpc_caller.c ---- */
+
+/* KVK_UNAUTHENTICATED: nobody that is known. KVK_EXHAUSTED: too many such from there. */
+KVK_CHECKED enum kvk_status kvk_rpc_authenticate(struct kvk_rpc *rpc, struct kvk_call *call,
+                                                 const struct kvk_credential **credential,
+                                                 struct kvk_error *error);
+KVK_CHECKED enum kvk_status kvk_rpc_require_admin(const struct kvk_rpc_run *run,
+                                                  struct kvk_error *error);
+/* Note an administrative call and how it ended, before it is answered. */
+void kvk_rpc_audit(struct kvk_rpc_run *run, const char *object, const char *details,
+                   enum kvk_status status, const struct kvk_error *error);
+
+/* ---- rpc_usage.c ---- */
+
+bool kvk_rpc_is_rated(const struct kvk_rpc_method *method);
+/* May this call be done now, by its tenant's rate? Asked twice: before the message is unpacked
+ * (NULL), where the credential alone says whose it is, and after it. */
+KVK_CHECKED enum kvk_status kvk_rpc_rate_take(const struct kvk_rpc_run *run,
+                                              const struct kvk_rpc_bound *bound,
+                                              const ProtobufCMessage *message,
+                                              struct kvk_error *error);
 
 /* ---- rpc_check.c: values from outside. `field` names the field in errors. ---- */
 
@@ -227,6 +253,17 @@ KVK_RPC_HANDLER(kvk_rpc_list_instances);
 KVK_RPC_HANDLER(kvk_rpc_get_block);
 KVK_RPC_HANDLER(kvk_rpc_why);
 KVK_RPC_HANDLER(kvk_rpc_get_stats);
+KVK_RPC_HANDLER(kvk_rpc_get_usage);
+KVK_RPC_HANDLER(kvk_rpc_create_tenant);
+KVK_RPC_HANDLER(kvk_rpc_list_tenants);
+KVK_RPC_HANDLER(kvk_rpc_change_tenant);
+KVK_RPC_HANDLER(kvk_rpc_delete_tenant);
+KVK_RPC_HANDLER(kvk_rpc_create_credential);
+KVK_RPC_HANDLER(kvk_rpc_list_credentials);
+KVK_RPC_HANDLER(kvk_rpc_rotate_token);
+KVK_RPC_HANDLER(kvk_rpc_revoke_tokens);
+KVK_RPC_HANDLER(kvk_rpc_delete_credential);
+KVK_RPC_HANDLER(kvk_rpc_set_space_mode);
 KVK_RPC_HANDLER(kvk_rpc_test_control);
 
 void kvk_rpc_sessions_init(struct kvk_rpc_sessions *sessions);

@@ -23,7 +23,7 @@ struct stored {
     uint32_t size; /* of the whole */
     struct kvk_tenant_usage usage;
 };
-_Static_assert(sizeof(struct kvk_tenant_usage) == (2 * KVK_TIER_COUNT + 12) * sizeof(uint64_t),
+_Static_assert(sizeof(struct kvk_tenant_usage) == (2 * KVK_TIER_COUNT + 13) * sizeof(uint64_t),
                "a change of what is stored needs a new version");
 
 /* ---- Byte-seconds ---- */
@@ -48,7 +48,7 @@ void kvk_usage_advance(struct kvk_cache *cache, const struct kvk_tenant *tenant,
     state->usage_rest[tier] = (uint64_t)(wide % KVK_NS_PER_SECOND);
 }
 
-static void usage_now(struct kvk_cache *cache, struct kvk_tenant_state *state)
+void kvk_usage_refresh(struct kvk_cache *cache, struct kvk_tenant_state *state)
 {
     for (int i = 0; i < KVK_QUOTA_TIERS; i++) {
         if (cache->tiers[i].tenant_bytes != NULL) {
@@ -70,7 +70,7 @@ void kvk_usage_get(struct kvk_cache *cache, const struct kvk_tenant *tenant,
     kvk_lock(&cache->lock);
     struct kvk_tenant_state *state = kvk_tenant_state_of(cache, tenant);
     KVK_ASSERT(state->tenant == tenant);
-    usage_now(cache, state);
+    kvk_usage_refresh(cache, state);
     *usage = state->usage;
     kvk_unlock(&cache->lock);
 }
@@ -181,7 +181,7 @@ void kvk_usage_maintain_drops(struct kvk_cache *cache)
             continue;
         }
         state->usage_saved_ns = now_ns;
-        usage_now(cache, state);
+        kvk_usage_refresh(cache, state);
         if (usage_differs(state)) {
             written++;
             (void)usage_write_drops(cache, state);
@@ -197,7 +197,7 @@ void kvk_usage_save(struct kvk_cache *cache)
         if (state->tenant == NULL || state->forgetting) {
             continue;
         }
-        usage_now(cache, state);
+        kvk_usage_refresh(cache, state);
         if (usage_differs(state) && !usage_write_drops(cache, state)) {
             break; /* it would fail for the next one too */
         }
