@@ -104,6 +104,7 @@ int ctl_spaces(const struct ctl_options *options, int argc, char **argv);
 int ctl_sequences(const struct ctl_options *options, int argc, char **argv);
 int ctl_leases(const struct ctl_options *options, int argc, char **argv);
 int ctl_instances(const struct ctl_options *options, int argc, char **argv);
+int ctl_usage_of_tenants(const struct ctl_options *options, int argc, char **argv);
 int ctl_why(const struct ctl_options *options, int argc, char **argv);
 int ctl_invalidate(const struct ctl_options *options, int argc, char **argv);
 int ctl_stats(const struct ctl_options *options, int argc, char **argv);
@@ -111,5 +112,6 @@ int ctl_top(const struct ctl_options *options, int argc, char **argv);
 int ctl_replay(const struct ctl_options *options, int argc, char **argv);
 int ctl_demo(const struct ctl_options *options, int argc, char **argv);
 int ctl_bench(const struct ctl_options *options, int argc, char **argv);
+int ctl_plan(const struct ctl_options *options, int argc, char **argv);
 
 #endif

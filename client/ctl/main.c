@@ -15,6 +15,7 @@ static const struct ctl_command commands[] = {
     {"sequences", "open sequences", "", ctl_sequences},
     {"leases", "leases by age and owner", "", ctl_leases},
     {"instances", "engines and their processes", "", ctl_instances},
+    {"usage", "what each tenant has used and may use", "", ctl_usage_of_tenants},
     {"why", "why was a request refused, and what stands in the way now", "", ctl_why},
     {"invalidate", "forget a model, an adapter, a space, a salt, a prefix", "", ctl_invalidate},
     {"stats", "all counters", "", ctl_stats},
@@ -23,6 +24,7 @@ static const struct ctl_command commands[] = {
     {"demo", "workers that share, fork, are preempted and crash; every byte verified", "",
      ctl_demo},
     {"bench", "measure look-ups and copies of a running daemon", "", ctl_bench},
+    {"plan", "what a deployment can hold, from a model's config.json and a budget", "", ctl_plan},
 };
 #define COMMAND_COUNT (sizeof commands / sizeof commands[0])
 
