@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "client/ctl/ctl.h"
+#include "kvkeep/v1/kvkeep.pb-c.h"
 
 static const char *const tier_names[] = {"?", "device", "host", "disk"};
 
