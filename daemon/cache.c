@@ -466,6 +466,23 @@ void kvk_cache_maintain(struct kvk_cache *cache)
     kvk_unlock(&cache->lock);
 }
 
+void kvk_cache_pulse(struct kvk_cache *cache, struct kvk_cache_pulse *pulse)
+{
+    _Static_assert(KVK_MEMORY_TIER_COUNT == 2, "device and host");
+    uint64_t now_ns = kvk_clock_now(cache->clock);
+    kvk_lock(&cache->lock);
+    *pulse = (struct kvk_cache_pulse){
+        .silent_ns = now_ns > cache->maintained_ns ? now_ns - cache->maintained_ns : 0,
+        .sequences = cache->sequence_table.count,
+        .leases = cache->lease_table.count,
+        .sessions = cache->session_table.count};
+    for (int tier = 0; tier < KVK_MEMORY_TIER_COUNT; tier++) {
+        pulse->used_bytes[tier] = cache->tiers[tier].used_bytes;
+        pulse->limit_bytes[tier] = cache->tiers[tier].pool.limit_bytes;
+    }
+    kvk_unlock(&cache->lock);
+}
+
 /* ---- Test hooks ---- */
 
 enum kvk_status kvk_cache_test_control(struct kvk_cache *cache,

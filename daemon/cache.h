@@ -116,4 +116,13 @@ KVK_CHECKED enum kvk_status kvk_cache_test_control(struct kvk_cache *cache,
 /* Every law, by walking everything; aborts on a breach. Takes the lock. For tests. */
 void kvk_cache_check(struct kvk_cache *cache);
 
+/* ---- How it feels, in a few numbers: for who watches whether it lives. Takes the lock. ---- */
+
+struct kvk_cache_pulse {
+    uint64_t silent_ns;                     /* since maintenance came round */
+    uint64_t used_bytes[2], limit_bytes[2]; /* device, host */
+    uint32_t sequences, leases, sessions;
+};
+void kvk_cache_pulse(struct kvk_cache *cache, struct kvk_cache_pulse *pulse);
+
 #endif

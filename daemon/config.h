@@ -74,6 +74,12 @@ struct kvk_config {
     char tls_client_ca[KVK_FILE_PATH_SIZE];
     enum kvk_client_certificates tls_client_certificates;
 
+    /* [process] */
+    char user[64]; /* "": as started */
+    char group[64];
+    bool core_dumps;
+    bool seccomp;
+
     /* [tiers] */
     uint64_t device_bytes;        /* 0: host-only */
     uint64_t host_bytes;          /* 0: device-only; not both 0 */

@@ -159,6 +159,33 @@ static const struct kvk_option_field tls_fields[] = {
          "without one. One that is shown must be valid."},
 };
 
+static const struct kvk_option_field process_fields[] = {
+    {.name = "user",
+     .kind = KVK_OPTION_TEXT,
+     AT(user),
+     .fallback = "",
+     .help = "Become this user where started as root, before any file or socket is made. Empty: "
+             "stay who started it. Either way every capability is given up."},
+    {.name = "group",
+     .kind = KVK_OPTION_TEXT,
+     AT(group),
+     .fallback = "",
+     .help = "The group with it. Empty: the user's own."},
+    {.name = "core_dumps",
+     .kind = KVK_OPTION_BOOL,
+     AT(core_dumps),
+     .fallback = "no",
+     .help = "Let the kernel write a core when the daemon crashes, and let its user trace it. A "
+             "core has no slot of a block in it, but prompts, and K/V of messages under way, may "
+             "be."},
+    {.name = "seccomp",
+     .kind = KVK_OPTION_BOOL,
+     AT(seccomp),
+     .fallback = "yes",
+     .help = "Refuse system calls that kvkeepd never makes (tracing, mounting, modules, keys, name "
+             "spaces), where the kernel can."},
+};
+
 static const struct kvk_option_field tiers_fields[] = {
     {.name = "device_bytes",
      .kind = KVK_OPTION_SIZE,
@@ -433,6 +460,10 @@ static const struct kvk_option_section sections[] = {
      .help = "Certificates of the TCP address.",
      .fields = tls_fields,
      .field_count = COUNT(tls_fields)},
+    {.name = "process",
+     .help = "What the process gives up before it serves.",
+     .fields = process_fields,
+     .field_count = COUNT(process_fields)},
     {.name = "tiers",
      .help = "Memory for blocks, and what works on it.",
      .fields = tiers_fields,

@@ -4,14 +4,11 @@
  * The server is made before the pools: it takes the lock on the socket, so that a second daemon is
  * refused before it allocates anything. It accepts nobody until all else stands.
  */
-#include <errno.h>
 #include <getopt.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
-#include <sys/stat.h>
 
 #include "base/log.h"
 #include "base/notify.h"
@@ -19,8 +16,10 @@
 #include "daemon/cache.h"
 #include "daemon/config.h"
 #include "daemon/durable.h"
+#include "daemon/harden.h"
 #include "daemon/rpc.h"
 #include "daemon/server.h"
+#include "daemon/server_watchdog.h"
 #include "daemon/session.h"
 #include "daemon/side_socket.h"
 #include "daemon/tenant.h"
@@ -247,6 +246,7 @@ struct house {
     struct kvk_device_info device_info;
     struct kvk_cache *cache;
     struct kvk_side_socket *side;
+    struct kvk_watchdog *watchdog;
 };
 
 static enum kvk_status build_server(struct house *house, struct kvk_error *error)
@@ -340,6 +340,9 @@ static enum kvk_status build(struct house *house, struct kvk_error *error)
     if (status == KVK_OK) {
         status = kvk_server_start(house->server, error);
     }
+    if (status == KVK_OK) {
+        status = kvk_watchdog_create(house->server, house->cache, &house->watchdog, error);
+    }
     return status;
 }
 
@@ -353,6 +356,7 @@ static void device_close(struct kvk_device *device)
 /* From the roof down; whatever stands. */
 static void take_down(struct house *house)
 {
+    kvk_watchdog_destroy(house->watchdog);
     kvk_server_destroy(house->server);
     kvk_rpc_destroy(house->rpc);
     kvk_side_socket_destroy(house->side);
@@ -366,18 +370,6 @@ static void take_down(struct house *house)
 }
 
 /* ---- process ---- */
-
-/* Connections, mappings and sessions all take descriptors. */
-static void raise_descriptor_limit(void)
-{
-    struct rlimit limit;
-    if (getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur < limit.rlim_max) {
-        limit.rlim_cur = limit.rlim_max;
-        if (setrlimit(RLIMIT_NOFILE, &limit) != 0) {
-            kvk_log(KVK_LOG_WARNING, "descriptor_limit_kept", "errno=%d", errno);
-        }
-    }
-}
 
 /* One line for whoever waits for the daemon, whatever the log's level. */
 static void say_ready(const struct house *house)
@@ -414,15 +406,27 @@ static void wait_for_end(const sigset_t *signals)
     }
 }
 
+/* A kernel without filters is no reason not to serve. */
+static void refuse_calls(const struct kvk_config *config)
+{
+    struct kvk_error error;
+    if (config->seccomp && kvk_harden_calls(&error) != KVK_OK) {
+        kvk_log(KVK_LOG_WARNING, "no_call_filter", "text=\"%s\"", error.text);
+    }
+}
+
 static int serve(struct kvk_config *config, const sigset_t *signals)
 {
     struct house house = {.config = config};
     struct kvk_error error;
     int result = EXIT_SUCCESS;
     if (build(&house, &error) == KVK_OK) {
+        refuse_calls(config);
         say_ready(&house);
         wait_for_end(signals);
-        kvk_notify("STOPPING=1");
+        kvk_notify("STOPPING=1\nSTATUS=ending");
+        kvk_watchdog_destroy(house.watchdog);
+        house.watchdog = NULL;
         kvk_server_drain(house.server);
         kvk_rpc_detach(house.rpc);
     } else {
@@ -440,8 +444,13 @@ int main(int argc, char **argv)
     struct kvk_config config;
     read_arguments(argc, argv, &arguments);
     if (arguments.keeper != NULL) {
+        struct kvk_error error;
+        if (kvk_harden_privileges("", "", false, &error) != KVK_OK) {
+            kvk_log(KVK_LOG_WARNING, "keeper_privileges_kept", "text=\"%s\"", error.text);
+        }
         return kvk_keeper_main(arguments.keeper, arguments.keeper_hold_ms);
     }
+    kvk_harden_begin();
     bool configured = configure(&config, &arguments);
     if (!configured || arguments.check_config) {
         kvk_config_finish(&config);
@@ -451,6 +460,14 @@ int main(int argc, char **argv)
         return configured ? EXIT_SUCCESS : EXIT_USAGE;
     }
 
+    struct kvk_error error;
+    if (kvk_harden_privileges(config.user, config.group, config.core_dumps, &error) != KVK_OK) {
+        (void)fprintf(stderr, "kvkeepd: %s\n", error.text);
+        kvk_config_finish(&config);
+        return EXIT_USAGE;
+    }
+    (void)kvk_notify_open(); /* while the manager's folder can be reached */
+
     /* Before any thread is there: all inherit it, and this one takes the signals by sigwait(). */
     sigset_t signals;
     (void)sigemptyset(&signals);
@@ -459,7 +476,5 @@ int main(int argc, char **argv)
     (void)sigaddset(&signals, SIGHUP);
     (void)pthread_sigmask(SIG_BLOCK, &signals, NULL);
     (void)signal(SIGPIPE, SIG_IGN);
-    (void)umask(077);
-    raise_descriptor_limit();
     return serve(&config, &signals);
 }

@@ -27,6 +27,9 @@ KVK_RPC_HANDLER(kvk_rpc_test_control)
                                              .constant_hash = asked->constant_hash,
                                              .fail_next_copy = asked->fail_next_copy};
     enum kvk_status status = kvk_cache_test_control(run->rpc->cache, &control, error);
+    if (status == KVK_OK && asked->check_laws) {
+        kvk_cache_check(run->rpc->cache);
+    }
     Kvkeep__V1__TestControlResponse response = KVKEEP__V1__TEST_CONTROL_RESPONSE__INIT;
     return status == KVK_OK ? kvk_rpc_reply(run, &response.base, error) : status;
 }

@@ -120,7 +120,10 @@ static grpc_event queue_next(struct kvk_server *server, uint64_t *last_event_ns)
             break;
         }
     }
-    event = grpc_completion_queue_next(server->queue, gpr_inf_future(GPR_CLOCK_MONOTONIC), NULL);
+    /* Not for ever, so that who watches sees it turn. */
+    gpr_timespec until =
+        gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC), gpr_time_from_seconds(1, GPR_TIMESPAN));
+    event = grpc_completion_queue_next(server->queue, until, NULL);
     if (spin_ns > 0) {
         *last_event_ns = kvk_clock_now(kvk_clock_monotonic());
     }
@@ -133,8 +136,12 @@ static void *lookup_run(void *argument)
     uint64_t last_event_ns = 0;
     for (;;) {
         grpc_event event = queue_next(server, &last_event_ns);
+        atomic_fetch_add_explicit(&server->turns, 1, memory_order_relaxed);
         if (event.type == GRPC_QUEUE_SHUTDOWN) {
             return NULL;
+        }
+        if (event.type == GRPC_QUEUE_TIMEOUT) {
+            continue;
         }
         KVK_ASSERT(event.type == GRPC_OP_COMPLETE);
         struct kvk_tag *tag = event.tag;
@@ -455,6 +462,7 @@ void kvk_server_stats(struct kvk_server *server, struct kvk_server_stats *stats)
     stats->calls_cancelled = atomic_load(&server->calls.cancelled_count);
     stats->connections = atomic_load(&server->connections.accepted_count);
     stats->connections_refused = atomic_load(&server->connections.refused_count);
+    stats->turns = atomic_load(&server->turns);
     stats->live_calls = atomic_load(&server->calls.live_count);
     stats->live_connections = atomic_load(&server->connections.live_count);
 }

@@ -169,6 +169,7 @@ struct kvk_server_stats {
     uint64_t calls_cancelled; /* by the client, its deadline or its loss */
     uint64_t connections;     /* accepted, since start */
     uint64_t connections_refused;
+    uint64_t turns; /* of the look-up thread: at least one a second while it lives */
     uint32_t live_calls;
     uint32_t live_connections;
 };

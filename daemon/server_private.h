@@ -204,6 +204,7 @@ struct kvk_server {
     struct kvk_health health;
     struct kvk_reflection *reflection; /* NULL: none */
     pthread_t lookup_thread;
+    atomic_ulong turns; /* of it */
     bool grpc_ready;
     bool started;
     bool drained;

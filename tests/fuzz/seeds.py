@@ -159,10 +159,36 @@ SIDE_SEEDS = {
 }
 
 
+def catalogue_seeds():
+    """Records of every kind, as catalogue_records.c takes them; checksums are made right there."""
+    def record(kind, key, body):
+        head = struct.pack("<BBHIQ", kind, 0, 1, 0, 0)
+        return bytes([0x80 | kind - 1, len(key)]) + key + head + body
+
+    block = (struct.pack("<Q16s16sQIIfIHHHH", 3, b"k" * 16, b"p" * 16, 1700000000, 0, 5, 1.5, 6, 4,
+                         4, 2, 0)
+             + struct.pack("<2Q", 7, 8) + tokens(1, 2, 3, 4) + b"extra." + b"salt")
+    tenant = (struct.pack("<Q32sQ", 1, b"s" * 32, 1700000000) + struct.pack("<8Q", *range(8))
+              + struct.pack("<4IQ4B4x", 1, 2, 3, 4, 5, 1, 2, 1, 0))
+    credential = (struct.pack("<4BH2x", 1, 2, 1, 2, 4) + struct.pack("<2Q", 1, 2)
+                  + struct.pack("<32s2Q", b"d" * 32, 1, 2) + struct.pack("<2I", 0, 1000) + b"node")
+    return {
+        "mark": record(1, b"format", struct.pack("<I4x", 1)),
+        "tenant": record(2, b"production", tenant),
+        "credential": record(3, b"engine", credential),
+        "space": record(4, struct.pack(">Q", 9), struct.pack("<QII", 1, 8, 3) + b"identityshp"),
+        "generation": record(5, struct.pack(">Q", 9), struct.pack("<Q", 4)),
+        "block": record(6, struct.pack(">QII", 9, 1, 77), block),
+        "value": record(7, b"boot-id", b"some value"),
+        "counter": record(8, b"next-tenant", struct.pack("<Q", 4)),
+    }
+
+
 def main():
     folder = pathlib.Path(sys.argv[1])
     for target, seeds in (("rpc_handlers", handler_seeds()), ("config", CONFIG_SEEDS),
-                          ("side_socket", SIDE_SEEDS)):
+                          ("side_socket", SIDE_SEEDS),
+                          ("catalogue_records", catalogue_seeds())):
         place = folder / target
         place.mkdir(parents=True, exist_ok=True)
         for name, content in seeds.items():
