@@ -14,9 +14,11 @@
 #include "base/log.h"
 #include "base/random.h"
 #include "daemon/cache_internal.h"
+#include "daemon/durable.h"
 
 struct house {
     struct kvk_config config;
+    struct kvk_durable durable; /* by config.durable_folder: "" is nothing */
     struct kvk_tenants *tenants;
     struct kvk_clock_manual manual;
     struct kvk_cache *cache;
@@ -29,6 +31,8 @@ struct house_options {
     uint64_t host_bytes;
     bool threads;
     bool manual_clock;
+    struct kvk_disk *disk; /* borrowed, in place of that of the folder; and its bytes */
+    uint64_t disk_bytes;
 };
 
 static inline struct kvk_device *house_device(void)
@@ -72,8 +76,15 @@ static inline void house_start(struct house *house, const struct house_options *
 
     house->config.device_bytes = options->device_bytes;
     house->config.host_bytes = options->host_bytes;
+    if (options->disk != NULL) {
+        house->config.disk_bytes = options->disk_bytes;
+    }
     kvk_clock_manual_init(&house->manual, 1000 * KVK_NS_PER_SECOND);
-    cr_assert_eq(kvk_tenants_create(&house->config, &house->tenants, &house->error), KVK_OK, "%s",
+    cr_assert_eq(kvk_durable_open(&house->config, &house->durable, &house->error), KVK_OK, "%s",
+                 house->error.text);
+    const struct kvk_tenants_options tenants_options = {.config = &house->config,
+                                                        .catalogue = house->durable.catalogue};
+    cr_assert_eq(kvk_tenants_open(&tenants_options, &house->tenants, &house->error), KVK_OK, "%s",
                  house->error.text);
     const struct kvk_cache_options cache_options = {
         .config = &house->config,
@@ -81,10 +92,14 @@ static inline void house_start(struct house *house, const struct house_options *
         .clock = options->manual_clock ? &house->manual.clock : NULL,
         .device = options->device_bytes > 0 ? house_device() : NULL,
         .host_device = options->host_bytes > 0 ? house_device() : NULL,
+        .catalogue = house->durable.catalogue,
+        .disk = options->disk != NULL ? options->disk : house->durable.disk,
+        .keeper = house->durable.keeper,
         .threads = options->threads,
     };
     cr_assert_eq(kvk_cache_create(&cache_options, &house->cache, &house->error), KVK_OK, "%s",
                  house->error.text);
+    cr_assert_eq(kvk_durable_start(house->cache, &house->error), KVK_OK, "%s", house->error.text);
     if (house->config.credential_count == 0) {
         cr_assert_eq(kvk_tenants_authenticate(house->tenants, NULL, 0, true, (uint32_t)geteuid(),
                                               &credential, &house->error),
@@ -96,8 +111,10 @@ static inline void house_start(struct house *house, const struct house_options *
 static inline void house_stop(struct house *house)
 {
     kvk_cache_check(house->cache);
+    kvk_durable_stop(house->cache);
     kvk_cache_destroy(house->cache);
     kvk_tenants_destroy(house->tenants);
+    kvk_durable_close(&house->durable);
     kvk_config_finish(&house->config);
 }
 
