@@ -27,6 +27,52 @@ const char *kvkeep_default_target(void)
     return path;
 }
 
+bool kvkeep_default_tls(struct kvkeep_tls *tls)
+{
+    *tls = (struct kvkeep_tls){.ca = getenv("KVKEEP_CA"),
+                               .certificate = getenv("KVKEEP_CERTIFICATE"),
+                               .key = getenv("KVKEEP_KEY"),
+                               .server_name = getenv("KVKEEP_SERVER_NAME")};
+    return tls->ca != NULL || tls->certificate != NULL;
+}
+
+static void path_free(const char *text)
+{
+    free((void *)(uintptr_t)text); /* ours, behind a pointer that users may only read */
+}
+
+static void tls_free(struct kvkeep_tls *tls)
+{
+    path_free(tls->ca);
+    path_free(tls->certificate);
+    path_free(tls->key);
+    path_free(tls->server_name);
+}
+
+/* False: no memory. */
+static bool path_copy(const char *text, const char **copy)
+{
+    *copy = text == NULL ? NULL : strdup(text);
+    return text == NULL || *copy != NULL;
+}
+
+static bool tls_copy(struct kvkeep_client *client, const struct kvkeep_tls *tls)
+{
+    client->use_tls = tls != NULL;
+    return tls == NULL || (path_copy(tls->ca, &client->tls.ca) &&
+                           path_copy(tls->certificate, &client->tls.certificate) &&
+                           path_copy(tls->key, &client->tls.key) &&
+                           path_copy(tls->server_name, &client->tls.server_name));
+}
+
+enum kvk_status kvkeep_client_connection(const struct kvkeep_client *client,
+                                         struct kvkeep_connection **connection,
+                                         struct kvk_error *error)
+{
+    return kvkeep_connection_create_tls(client->target, client->token,
+                                        client->use_tls ? &client->tls : NULL, connection, error);
+}
+
 enum kvk_status kvkeep_connect(const struct kvkeep_options *options, struct kvkeep_client **client,
                                struct kvk_error *error)
 {
@@ -40,10 +86,11 @@ enum kvk_status kvkeep_connect(const struct kvkeep_options *options, struct kvke
     new->timeout_ms = options->timeout_ms == 0 ? TIMEOUT_MS_DEFAULT : options->timeout_ms;
     new->retry = !options->no_retry;
     enum kvk_status status = KVK_EXHAUSTED;
-    if (new->target == NULL || (options->token != NULL && new->token == NULL)) {
+    if (new->target == NULL || (options->token != NULL && new->token == NULL) ||
+        !tls_copy(new, options->tls)) {
         status = kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for a client");
     } else {
-        status = kvkeep_connection_create(new->target, new->token, &new->calls, error);
+        status = kvkeep_client_connection(new, &new->calls, error);
     }
     if (status != KVK_OK) {
         kvkeep_disconnect(new);
@@ -61,6 +108,7 @@ void kvkeep_disconnect(struct kvkeep_client *client)
     kvkeep_connection_destroy(client->calls);
     kvkeep_connection_destroy(client->bulk);
     pthread_mutex_destroy(&client->bulk_mutex);
+    tls_free(&client->tls);
     free(client->target);
     free(client->token);
     free(client);
@@ -72,7 +120,7 @@ enum kvk_status kvkeep_client_bulk(struct kvkeep_client *client,
     pthread_mutex_lock(&client->bulk_mutex);
     enum kvk_status status = KVK_OK;
     if (client->bulk == NULL) {
-        status = kvkeep_connection_create(client->target, client->token, &client->bulk, error);
+        status = kvkeep_client_connection(client, &client->bulk, error);
     }
     *connection = client->bulk;
     pthread_mutex_unlock(&client->bulk_mutex);

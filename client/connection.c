@@ -14,9 +14,12 @@
 #include <string.h>
 
 #include "base/assert.h"
+#include "base/bytes.h"
+#include "client/kvkeep.h"
 #include "google/rpc/status.pb-c.h"
 #include "kvkeep/v1/kvkeep.pb-c.h"
 
+#define FILE_BYTES_MAX (1 << 20)
 #define MESSAGE_BYTES_MAX (256 << 20)
 #define DETAILS_KEY "grpc-status-details-bin"
 
@@ -175,9 +178,91 @@ static enum kvk_status outcome_status(const struct outcome *outcome, struct kvk_
 
 /* ---- connections ---- */
 
+/* A whole file as text; NULL path: NULL. */
+static enum kvk_status file_read(const char *field, const char *path, char **text,
+                                 struct kvk_error *error)
+{
+    *text = NULL;
+    if (path == NULL) {
+        return KVK_OK;
+    }
+    FILE *file = fopen(path, "re");
+    char *made = file != NULL ? calloc(1, FILE_BYTES_MAX + 1) : NULL;
+    size_t size = made != NULL ? fread(made, 1, FILE_BYTES_MAX, file) : 0;
+    if (file != NULL) {
+        (void)fclose(file);
+    }
+    if (size == 0) {
+        free(made);
+        return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, field, "%s: %.150s cannot be read",
+                        field, path);
+    }
+    *text = made;
+    return KVK_OK;
+}
+
+static void secret_drop(char *text)
+{
+    if (text != NULL) {
+        kvk_secret_wipe(text, strlen(text));
+        free(text);
+    }
+}
+
+static enum kvk_status credentials_create(const struct kvkeep_tls *tls,
+                                          grpc_channel_credentials **credentials,
+                                          struct kvk_error *error)
+{
+    if (tls == NULL) {
+        *credentials = grpc_insecure_credentials_create();
+        return KVK_OK;
+    }
+    if ((tls->certificate == NULL) != (tls->key == NULL)) {
+        return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD,
+                        tls->key == NULL ? "key" : "certificate",
+                        "a certificate and its key come together");
+    }
+    char *ca = NULL;
+    char *certificate = NULL;
+    char *key = NULL;
+    enum kvk_status status = file_read("ca", tls->ca, &ca, error);
+    if (status == KVK_OK) {
+        status = file_read("certificate", tls->certificate, &certificate, error);
+    }
+    if (status == KVK_OK) {
+        status = file_read("key", tls->key, &key, error);
+    }
+    if (status == KVK_OK) {
+        grpc_ssl_pem_key_cert_pair pair = {.private_key = key, .cert_chain = certificate};
+        *credentials = grpc_ssl_credentials_create_ex(ca, key != NULL ? &pair : NULL, NULL, NULL);
+        if (*credentials == NULL) {
+            status = kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "ca",
+                              "there are no roots to check the daemon's certificate with");
+        }
+    }
+    secret_drop(key);
+    free(certificate);
+    free(ca);
+    return status;
+}
+
 enum kvk_status kvkeep_connection_create(const char *target, const char *token,
                                          struct kvkeep_connection **connection,
                                          struct kvk_error *error)
+{
+    return kvkeep_connection_create_tls(target, token, NULL, connection, error);
+}
+
+static void connection_free(struct kvkeep_connection *connection)
+{
+    secret_drop(connection->authorization);
+    free(connection);
+}
+
+enum kvk_status kvkeep_connection_create_tls(const char *target, const char *token,
+                                             const struct kvkeep_tls *tls,
+                                             struct kvkeep_connection **connection,
+                                             struct kvk_error *error)
 {
     if (target == NULL || target[0] == '\0') {
         return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "target", "must name a socket");
@@ -195,7 +280,17 @@ enum kvk_status kvkeep_connection_create(const char *target, const char *token,
         }
         (void)snprintf(new->authorization, size, "Bearer %s", token);
     }
+    if (strncmp(target, "unix:", 5) == 0) {
+        tls = NULL;
+    }
     grpc_init();
+    grpc_channel_credentials *credentials = NULL;
+    enum kvk_status status = credentials_create(tls, &credentials, error);
+    if (status != KVK_OK) {
+        connection_free(new);
+        grpc_shutdown();
+        return status;
+    }
     pthread_mutex_init(&new->mutex, NULL);
     /* Without a pool of its own, two connections to one target would share a transport, and bulk
      * would delay look-ups. */
@@ -212,9 +307,14 @@ enum kvk_status kvkeep_connection_create(const char *target, const char *token,
         {.type = GRPC_ARG_INTEGER,
          .key = (char *)(uintptr_t)GRPC_ARG_MAX_RECONNECT_BACKOFF_MS,
          .value.integer = 2000},
+        {.type = GRPC_ARG_STRING, /* last: left out where there is none */
+         .key = (char *)(uintptr_t)GRPC_SSL_TARGET_NAME_OVERRIDE_ARG,
+         .value.string =
+             tls == NULL ? NULL : (char *)(uintptr_t)tls->server_name /* gRPC only reads it */},
     };
-    grpc_channel_args channel_arguments = {sizeof arguments / sizeof arguments[0], arguments};
-    grpc_channel_credentials *credentials = grpc_insecure_credentials_create();
+    bool named = tls != NULL && tls->server_name != NULL;
+    grpc_channel_args channel_arguments = {sizeof arguments / sizeof arguments[0] - (named ? 0 : 1),
+                                           arguments};
     new->channel = grpc_channel_create(target, credentials, &channel_arguments);
     grpc_channel_credentials_release(credentials);
     new->queue = grpc_completion_queue_create_for_pluck(NULL);
@@ -237,8 +337,7 @@ void kvkeep_connection_destroy(struct kvkeep_connection *connection)
     queue_destroy(connection->queue);
     grpc_channel_destroy(connection->channel);
     pthread_mutex_destroy(&connection->mutex);
-    free(connection->authorization);
-    free(connection);
+    connection_free(connection);
     grpc_shutdown();
 }
 

@@ -14,11 +14,18 @@
 
 struct kvkeep_connection;
 struct kvkeep_stream;
+struct kvkeep_tls;
 
 /* `token` may be NULL. Connects lazily. Each connection has a transport of its own. */
 KVK_CHECKED enum kvk_status kvkeep_connection_create(const char *target, const char *token,
                                                      struct kvkeep_connection **connection,
                                                      struct kvk_error *error);
+/* The same over TLS; `tls` NULL, or a unix socket: without. KVK_INVALID names a file that cannot be
+ * read. */
+KVK_CHECKED enum kvk_status kvkeep_connection_create_tls(const char *target, const char *token,
+                                                         const struct kvkeep_tls *tls,
+                                                         struct kvkeep_connection **connection,
+                                                         struct kvk_error *error);
 void kvkeep_connection_destroy(struct kvkeep_connection *connection);
 
 /*

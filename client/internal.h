@@ -15,7 +15,9 @@
 
 struct kvkeep_client {
     char *target;
-    char *token; /* NULL: none */
+    char *token;           /* NULL: none */
+    struct kvkeep_tls tls; /* copies, ours */
+    bool use_tls;
     uint32_t timeout_ms;
     bool retry;
     struct kvkeep_connection *calls;
@@ -45,6 +47,11 @@ KVK_CHECKED enum kvk_status kvkeep_client_call(struct kvkeep_client *client, con
                                                const ProtobufCMessage *request,
                                                const ProtobufCMessageDescriptor *response_type,
                                                void *response, struct kvk_error *error);
+
+/* One more connection, as the client's options say. */
+KVK_CHECKED enum kvk_status kvkeep_client_connection(const struct kvkeep_client *client,
+                                                     struct kvkeep_connection **connection,
+                                                     struct kvk_error *error);
 
 /* The connection for streams of bytes. */
 KVK_CHECKED enum kvk_status kvkeep_client_bulk(struct kvkeep_client *client,

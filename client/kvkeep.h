@@ -28,11 +28,23 @@
 
 struct kvkeep_client;
 
+/* TLS to a TCP target; a unix socket needs none. PEM files, read at each connection. */
+struct kvkeep_tls {
+    const char *ca;          /* roots that the daemon's certificate must come from; NULL: the
+                                system's */
+    const char *certificate; /* our own, where the daemon asks for one, and what lies between it
+                                and a root; NULL: none */
+    const char *key;         /* its private key */
+    const char *server_name; /* the name that the daemon's certificate must have; NULL: the
+                                target's host */
+};
+
 struct kvkeep_options {
-    const char *target;  /* "unix:/run/kvkeep/kvkeep.sock" or "HOST:PORT" */
-    const char *token;   /* bearer token; NULL: none (the unix socket knows the uid) */
-    uint32_t timeout_ms; /* of one call, repeats included; 0: 30,000 */
-    bool no_retry;       /* never repeat a call */
+    const char *target;           /* "unix:/run/kvkeep/kvkeep.sock" or "HOST:PORT" */
+    const char *token;            /* bearer token; NULL: none (the unix socket knows the uid) */
+    uint32_t timeout_ms;          /* of one call, repeats included; 0: 30,000 */
+    bool no_retry;                /* never repeat a call */
+    const struct kvkeep_tls *tls; /* NULL: none. A token then travels in clear */
 };
 
 KVK_CHECKED enum kvk_status kvkeep_connect(const struct kvkeep_options *options,
@@ -41,6 +53,9 @@ void kvkeep_disconnect(struct kvkeep_client *client); /* sessions first; NULL is
 
 /* Where the connection options say nothing: KVKEEP_TARGET, else the daemon's default socket. */
 const char *kvkeep_default_target(void);
+/* What KVKEEP_CA, KVKEEP_CERTIFICATE, KVKEEP_KEY and KVKEEP_SERVER_NAME say. False: none of the
+ * first two is set, so no TLS is wanted. */
+bool kvkeep_default_tls(struct kvkeep_tls *tls);
 
 #define KVKEEP_TENANTS_SHOWN 16
 

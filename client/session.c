@@ -182,8 +182,7 @@ enum kvk_status kvkeep_session_open(struct kvkeep_client *client,
     new->on_notice = options->on_notice;
     new->context = options->context;
     pthread_mutex_init(&new->side_mutex, NULL);
-    enum kvk_status status =
-        kvkeep_connection_create(client->target, client->token, &new->connection, error);
+    enum kvk_status status = kvkeep_client_connection(client, &new->connection, error);
     if (status == KVK_OK) {
         status =
             kvkeep_stream_open(new->connection, KVKEEP_METHOD("Session"), 0, &new->stream, error);

@@ -117,7 +117,7 @@ uint64_t kvk_prefix_limit(const struct kvk_space *space, const struct kvk_prompt
     if (leave_last && tokens > 0) {
         tokens--;
     }
-    return tokens < space->lookup_min_tokens ? 0 : tokens;
+    return tokens < space->lookup_min_tokens || !kvk_space_shares(space) ? 0 : tokens;
 }
 
 void kvk_prefix_find(struct kvk_cache *cache, struct kvk_space *space,
@@ -319,7 +319,8 @@ enum kvk_status kvk_touch(struct kvk_cache *cache, const struct kvk_caller *call
     enum kvk_status status = kvk_space_find(cache, caller, space_id, &space, error);
     if (status == KVK_OK) {
         struct kvk_prefix prefix;
-        prefix_look(cache, space, prompt, prompt->token_count, &prefix);
+        uint64_t limit = kvk_space_shares(space) ? prompt->token_count : 0;
+        prefix_look(cache, space, prompt, limit, &prefix);
         uint64_t known = prefix.known[space->group_count - 1]; /* the least of all groups */
         cache->stamp++;
         for (uint32_t g = 0; g < space->group_count; g++) {

@@ -13,6 +13,7 @@
 #include "base/log.h"
 #include "base/notify.h"
 #include "base/options.h"
+#include "daemon/audit.h"
 #include "daemon/cache.h"
 #include "daemon/config.h"
 #include "daemon/durable.h"
@@ -42,11 +43,13 @@ static const char usage[] =
     "  --host SIZE       budget of the host tier; 0: none\n"
     "  --policy NAME     eviction: lru or rp-cost\n"
     "\n"
+    "  --forget          free the memory that is kept for the next daemon, and exit\n"
     "  --log LEVEL       debug, info, warning or error; info without it\n"
     "  --test-hooks      serve Admin.TestControl. Never in production\n"
     "  --version, --help\n"
     "\n"
-    "Signals: SIGTERM and SIGINT end the daemon after the calls under way. When it serves, it "
+    "Signals: SIGTERM and SIGINT end the daemon after the calls under way; SIGHUP reads the\n"
+    "certificates again. When it serves, it "
     "says\n"
     "\"ready socket=PATH\" on standard error, and READY=1 to systemd.\n"
     "Exit: 0 after a signal, 1 on a failure, 2 on wrong options or a wrong configuration.\n";
@@ -61,6 +64,7 @@ struct arguments {
     const char *policy;
     const char *keeper; /* this process is to be the keeper, on that socket */
     uint64_t keeper_hold_ms;
+    bool forget;
     bool check_config;
     bool test_hooks;
 };
@@ -78,6 +82,7 @@ enum {
     OPTION_TEST_HOOKS,
     OPTION_KEEPER,
     OPTION_KEEPER_HOLD_MS,
+    OPTION_FORGET,
     OPTION_VERSION,
     OPTION_HELP,
 };
@@ -93,6 +98,7 @@ static const struct option long_options[] = {
     {"policy", required_argument, NULL, OPTION_POLICY},
     {"log", required_argument, NULL, OPTION_LOG},
     {"test-hooks", no_argument, NULL, OPTION_TEST_HOOKS},
+    {"forget", no_argument, NULL, OPTION_FORGET},
     /* Hidden: how the daemon starts its keeper. */
     {"keeper", required_argument, NULL, OPTION_KEEPER},
     {"keeper-hold-ms", required_argument, NULL, OPTION_KEEPER_HOLD_MS},
@@ -144,6 +150,9 @@ static void read_arguments(int argc, char **argv, struct arguments *arguments)
             break;
         case OPTION_TEST_HOOKS:
             arguments->test_hooks = true;
+            break;
+        case OPTION_FORGET:
+            arguments->forget = true;
             break;
         case OPTION_KEEPER:
             arguments->keeper = optarg;
@@ -239,6 +248,7 @@ struct house {
     struct kvk_config *config; /* borrowed */
     struct kvk_durable durable;
     struct kvk_tenants *tenants;
+    struct kvk_audit *audit;
     struct kvk_rpc *rpc;
     struct kvk_server *server;
     struct kvk_device *device; /* until the cache has it */
@@ -259,7 +269,12 @@ static enum kvk_status build_server(struct house *house, struct kvk_error *error
     if (config->tcp_address[0] != '\0') {
         options.tcp_addresses[0] = config->tcp_address;
         options.tcp_address_count = 1;
-        options.tcp_insecure = true; /* the configuration has asked for credentials, or for none */
+        options.tcp_insecure = true; /* the configuration's check has allowed what it says */
+        options.tls = (struct kvk_tls_options){
+            .certificate = config->tls_certificate,
+            .key = config->tls_key,
+            .client_ca = config->tls_client_ca,
+            .client_certificates = (enum kvk_tls_clients)config->tls_client_certificates};
     }
     options.message_bytes_max = config->message_bytes;
     options.keepalive_time_ms = (uint32_t)config->keepalive_ms;
@@ -285,7 +300,9 @@ static enum kvk_status build_cache(struct house *house, struct kvk_error *error)
 {
     const struct kvk_config *config = house->config;
     const struct kvk_device_cpu_options options = {.attend_thread_count = config->attend_threads,
-                                                   .huge_pages = config->huge_pages};
+                                                   .huge_pages = config->huge_pages,
+                                                   .interleave = config->interleave_memory,
+                                                   .lock_memory = config->lock_memory};
     enum kvk_status status = KVK_OK;
     if (config->device_bytes > 0) {
         status = kvk_device_cpu_open(&options, &house->device, error);
@@ -322,8 +339,13 @@ static enum kvk_status build(struct house *house, struct kvk_error *error)
         status = kvk_tenants_open(&options, &house->tenants, error);
     }
     if (status == KVK_OK) {
-        const struct kvk_rpc_options options = {
-            .config = config, .tenants = house->tenants, .side_path = config->side_path};
+        status = kvk_audit_open(config->durable_folder, KVK_AUDIT_BYTES_MAX, &house->audit, error);
+    }
+    if (status == KVK_OK) {
+        const struct kvk_rpc_options options = {.config = config,
+                                                .tenants = house->tenants,
+                                                .audit = house->audit,
+                                                .side_path = config->side_path};
         status = kvk_rpc_create(&options, &house->rpc, error);
     }
     if (status == KVK_OK) {
@@ -364,6 +386,7 @@ static void take_down(struct house *house)
     kvk_cache_destroy(house->cache);
     device_close(house->device);
     device_close(house->host_device);
+    kvk_audit_close(house->audit);
     kvk_tenants_destroy(house->tenants);
     kvk_durable_close(&house->durable);
     kvk_config_finish(house->config);
@@ -375,7 +398,7 @@ static void take_down(struct house *house)
 static void say_ready(const struct house *house)
 {
     const struct kvk_config *config = house->config;
-    if (config->tcp_address[0] != '\0' && config->credential_count == 0) {
+    if (config->tcp_address[0] != '\0' && config->credential_count == 0 && config->tcp_insecure) {
         kvk_log(KVK_LOG_WARNING, "insecure_tcp",
                 "text=\"whoever reaches the port acts for the tenant default\"");
     }
@@ -391,7 +414,7 @@ static void say_ready(const struct house *house)
     kvk_notify("READY=1");
 }
 
-static void wait_for_end(const sigset_t *signals)
+static void wait_for_end(struct kvk_server *server, const sigset_t *signals)
 {
     for (;;) {
         int signal_number = 0;
@@ -402,7 +425,13 @@ static void wait_for_end(const sigset_t *signals)
             kvk_log(KVK_LOG_INFO, "draining", "signal=%d", signal_number);
             return;
         }
-        kvk_log(KVK_LOG_INFO, "hangup_ignored", "text=\"restart to read the configuration\"");
+        struct kvk_error error;
+        if (kvk_server_reload(server, &error) == KVK_OK) {
+            kvk_log(KVK_LOG_INFO, "reloaded",
+                    "text=\"certificates; restart to read the configuration\"");
+        } else {
+            kvk_log(KVK_LOG_ERROR, "reload_failed", "reason=\"%s\"", error.text);
+        }
     }
 }
 
@@ -423,7 +452,7 @@ static int serve(struct kvk_config *config, const sigset_t *signals)
     if (build(&house, &error) == KVK_OK) {
         refuse_calls(config);
         say_ready(&house);
-        wait_for_end(signals);
+        wait_for_end(house.server, signals);
         kvk_notify("STOPPING=1\nSTATUS=ending");
         kvk_watchdog_destroy(house.watchdog);
         house.watchdog = NULL;
@@ -436,6 +465,19 @@ static int serve(struct kvk_config *config, const sigset_t *signals)
     take_down(&house);
     kvk_log(KVK_LOG_INFO, "ended", "result=%d", result);
     return result;
+}
+
+static int forget(struct kvk_config *config)
+{
+    struct kvk_error error;
+    enum kvk_status status = kvk_durable_forget(config, &error);
+    if (status == KVK_OK) {
+        (void)printf("nothing is kept any more\n");
+    } else {
+        (void)fprintf(stderr, "kvkeepd: %s\n", error.text);
+    }
+    kvk_config_finish(config);
+    return status == KVK_OK ? EXIT_SUCCESS : EXIT_FAILURE;
 }
 
 int main(int argc, char **argv)
@@ -465,6 +507,9 @@ int main(int argc, char **argv)
         (void)fprintf(stderr, "kvkeepd: %s\n", error.text);
         kvk_config_finish(&config);
         return EXIT_USAGE;
+    }
+    if (arguments.forget) {
+        return forget(&config);
     }
     (void)kvk_notify_open(); /* while the manager's folder can be reached */
 

@@ -4,9 +4,10 @@
  *
  *     rpc.c           the method table, and the way that every unary call goes
  *     rpc_wire.c      bytes of messages: bounded before they are unpacked, memory per thread
+ *     rpc_caller.c    who calls
  *     rpc_check.c     values of requests: checked in one place, each error names its field
  *     rpc_space.c, rpc_lookup.c, rpc_sequence.c, rpc_bytes.c, rpc_session.c, rpc_attend.c,
- *     rpc_admin.c, rpc_test.c    the calls, by subject
+ *     rpc_admin.c, rpc_tenants.c, rpc_test.c    the calls, by subject
  *
  * Locking: none of its own but for the notices of one session. Everything here runs on the
  * server's threads.
@@ -17,6 +18,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "daemon/audit.h"
 #include "daemon/cache.h"
 #include "daemon/server.h"
 
@@ -25,6 +27,7 @@ struct kvk_rpc;
 struct kvk_rpc_options {
     const struct kvk_config *config; /* borrowed for the life of the rpc, as is all below */
     struct kvk_tenants *tenants;
+    struct kvk_audit *audit; /* where administrative calls are noted; NULL: nowhere */
     struct kvk_clock *clock; /* NULL: monotonic */
     const char *side_path;   /* of the side socket; NULL or "": none */
 };

@@ -285,6 +285,9 @@ static uint64_t count_limit(const struct kvk_config *config,
     if (descriptor == &kvkeep__v1__identity__descriptor) {
         return KVK_IDENTITY_EXTRA_MAX;
     }
+    if (descriptor == &kvkeep__v1__create_credential_request__descriptor) {
+        return KVK_CREDENTIAL_TENANTS_MAX; /* of uids fewer, by their check */
+    }
     KVK_UNREACHABLE(); /* a request with a repeated field that nobody bounded */
 }
 

@@ -13,6 +13,7 @@
 #include "base/copy.h"
 #include "base/log.h"
 #include "daemon/sequence_internal.h"
+#include "daemon/sidecar.h"
 #include "gpu/values.h"
 
 #define CHECKSUM_BATCH 256 /* blocks */
@@ -125,6 +126,7 @@ static void admit(struct kvk_cache *cache, const struct kvk_sequence *sequence, 
     kvk_evict_admit(cache->evict, kvk_index_block(cache->index, id),
                     kvk_space_block_cost(space, position), space->groups[group]->windowed,
                     cache->stamp, kvk_policy_now(cache));
+    kvk_sidecar_block_changed(cache, space->groups[group], id);
     kvk_block_settle(cache, id);
     kvk_disk_offer(cache, id, true);
 }
@@ -181,7 +183,8 @@ static void index_block(struct kvk_cache *cache, struct kvk_sequence *sequence, 
 {
     struct kvk_sequence_group *table = &sequence->groups[group];
     uint32_t id = table->blocks[position];
-    if (!table->detached && !kvk_root_is_current(cache, table->root)) {
+    if (!table->detached &&
+        (!kvk_root_is_current(cache, table->root) || !kvk_space_shares(sequence->space))) {
         kvk_sequence_detach(cache, table);
     }
     if (table->detached) {

@@ -23,6 +23,7 @@
 
 #define CHANNEL_ARGUMENTS_MAX 16
 #define UNKNOWN_QUEUE_DEPTH 2
+#define HANDSHAKE_TIMEOUT_MS 10000
 
 void kvk_server_options_init(struct kvk_server_options *options)
 {
@@ -179,6 +180,7 @@ static void grpc_server_make(struct kvk_server *server)
                  1u << GRPC_COMPRESS_NONE);
     argument_add(&arguments, GRPC_ARG_ENABLE_CHANNELZ, 0);
     argument_add(&arguments, GRPC_ARG_ALLOW_REUSEPORT, 0);
+    argument_add(&arguments, GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, HANDSHAKE_TIMEOUT_MS);
     server->grpc = grpc_server_create(&arguments, NULL);
     server->queue = grpc_completion_queue_create_for_next(NULL);
     grpc_server_register_completion_queue(server->grpc, server->queue, NULL);
@@ -287,6 +289,33 @@ static enum kvk_status server_init(struct kvk_server *server,
     return kvk_connections_init(&server->connections, error);
 }
 
+static enum kvk_status tls_init(struct kvk_server *server, struct kvk_error *error)
+{
+    const struct kvk_tls_options *options = &server->options.tls;
+    if (options->certificate == NULL || options->certificate[0] == '\0') {
+        return KVK_OK;
+    }
+    if (server->options.tcp_address_count > 1) {
+        return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "tcp_addresses",
+                        "one address at most speaks TLS");
+    }
+    server->tls_peer = calloc(1, sizeof(*server->tls_peer));
+    if (server->tls_peer == NULL) {
+        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for the server");
+    }
+    atomic_init(&server->tls_peer->references, 1);
+    server->tls_peer->fd = -1;
+    server->tls_peer->watch_fd = -1;
+    server->tls_peer->peer =
+        (struct kvk_peer){.kind = KVK_PEER_TLS, .uid = UINT32_MAX, .gid = UINT32_MAX, .pidfd = -1};
+    return kvk_tls_create(options, &server->tls, error);
+}
+
+enum kvk_status kvk_server_reload(struct kvk_server *server, struct kvk_error *error)
+{
+    return server->tls == NULL ? KVK_OK : kvk_tls_reload(server->tls, error);
+}
+
 enum kvk_status kvk_server_create(const struct kvk_server_options *options,
                                   const struct kvk_method *methods, uint32_t method_count,
                                   struct kvk_server **server, struct kvk_error *error)
@@ -303,6 +332,9 @@ enum kvk_status kvk_server_create(const struct kvk_server_options *options,
     }
     status = server_init(made, options, error);
     if (status == KVK_OK) {
+        status = tls_init(made, error);
+    }
+    if (status == KVK_OK) {
         status = kvk_listeners_open(&made->connections, options, error);
     }
     if (status == KVK_OK && options->descriptor_set.size_bytes > 0) {
@@ -311,6 +343,9 @@ enum kvk_status kvk_server_create(const struct kvk_server_options *options,
     if (status == KVK_OK) {
         grpc_begin(made);
         status = methods_add(made, methods, method_count, error);
+    }
+    if (status == KVK_OK && made->tls != NULL) {
+        status = kvk_tls_listen(made, error);
     }
     if (status != KVK_OK) {
         kvk_server_destroy(made);
@@ -443,6 +478,10 @@ void kvk_server_destroy(struct kvk_server *server)
     if (server->grpc_ready) {
         grpc_shutdown();
     }
+    kvk_tls_destroy(server->tls);
+    if (server->tls_peer != NULL) {
+        kvk_connection_release(server->tls_peer);
+    }
     kvk_reflection_destroy(server->reflection);
     kvk_health_finish(&server->health);
     kvk_lock_finish(&server->bulk.lock);
@@ -470,6 +509,9 @@ void kvk_server_stats(struct kvk_server *server, struct kvk_server_stats *stats)
 uint16_t kvk_server_tcp_port(struct kvk_server *server, uint32_t index)
 {
     struct kvk_connections *connections = &server->connections;
+    if (server->tls != NULL) {
+        return index == 0 ? server->tls_port : 0;
+    }
     for (uint32_t i = 0; i < connections->listener_count; i++) {
         if (connections->listeners[i].kind == KVK_PEER_TCP && index-- == 0) {
             return connections->listeners[i].port;

@@ -57,6 +57,25 @@ struct kvk_peer {
     uint32_t gid;
     int32_t pid; /* 0: not known (another pid namespace) */
     int pidfd;   /* the server's, open as long as the connection; dup() it to keep. -1: none */
+    uint8_t address[16];   /* TCP: of the other end, 4 or 16 bytes in network order */
+    uint32_t address_size; /* 0: not known (TLS: see kvk_call_peer_address()) */
+    uint16_t port;
+};
+
+/* ---- certificates ---- */
+
+enum kvk_tls_clients {
+    KVK_TLS_CLIENTS_NO = 0,
+    KVK_TLS_CLIENTS_REQUEST = 1, /* a certificate that is shown must be valid */
+    KVK_TLS_CLIENTS_REQUIRE = 2,
+};
+
+/* PEM files; paths are borrowed as long as the server. */
+struct kvk_tls_options {
+    const char *certificate; /* NULL or "": no TLS */
+    const char *key;
+    const char *client_ca; /* where clients' certificates are looked at */
+    enum kvk_tls_clients client_certificates;
 };
 
 /* ---- methods ---- */
@@ -89,10 +108,12 @@ struct kvk_server_options {
     const char *unix_path; /* NULL or "": no unix socket. A lock file, PATH.lock, lies beside it */
     uint32_t unix_mode;    /* 0600 */
 
-    /* TCP listeners, "host:port", "[v6]:port". Refused at start unless tcp_insecure is true. */
+    /* TCP listeners, "host:port", "[v6]:port". Refused at start unless tcp_insecure is true or
+     * there is a certificate, by which they all speak TLS (then one address at most). */
     const char *tcp_addresses[KVK_SERVER_TCP_MAX];
     uint32_t tcp_address_count;
     bool tcp_insecure;
+    struct kvk_tls_options tls;
 
     uint64_t message_bytes_max; /* of one message received; 64 MiB */
     uint32_t metadata_bytes_max;
@@ -179,6 +200,10 @@ void kvk_server_stats(struct kvk_server *server, struct kvk_server_stats *stats)
 /* The port that TCP address `index` is bound to (for ":0"). */
 uint16_t kvk_server_tcp_port(struct kvk_server *server, uint32_t index);
 
+/* Read the certificates again; new connections have them. On failure, which names the field, those
+ * of before stay. KVK_OK without TLS. */
+KVK_CHECKED enum kvk_status kvk_server_reload(struct kvk_server *server, struct kvk_error *error);
+
 /* The number of the gRPC status code for a status. */
 int kvk_status_rpc_code(enum kvk_status status);
 
@@ -205,6 +230,24 @@ bool kvk_call_metadata(struct kvk_call *call, const char *key, struct kvk_bytes 
 bool kvk_call_bearer_token(struct kvk_call *call, struct kvk_bytes *token);
 
 const struct kvk_peer *kvk_call_peer(struct kvk_call *call);
+
+/* Where it came from, for people: "unix:uid=0,pid=17", "ipv4:10.0.0.1:4711". */
+#define KVK_PEER_TEXT_SIZE 96
+void kvk_call_peer_text(struct kvk_call *call, char text[KVK_PEER_TEXT_SIZE]);
+
+/* The address of the other end over TCP or TLS: its size, 4 or 16; 0: not known. */
+uint32_t kvk_call_peer_address(struct kvk_call *call, uint8_t address[16]);
+
+/* The names in the client's certificate, where it showed one that is valid: alternative names, then
+ * the common one. To be finished; they are valid until then. */
+#define KVK_CERTIFICATE_NAMES_MAX 16
+struct kvk_certificate_names {
+    void *context;                                /* gRPC's */
+    const char *names[KVK_CERTIFICATE_NAMES_MAX]; /* [count] */
+    uint32_t count;
+};
+void kvk_call_certificate_names(struct kvk_call *call, struct kvk_certificate_names *names);
+void kvk_certificate_names_finish(struct kvk_certificate_names *names);
 
 /* CLOCK_MONOTONIC; UINT64_MAX: none. */
 uint64_t kvk_call_deadline_ns(struct kvk_call *call);

@@ -196,6 +196,7 @@ static void connection_open(struct kvk_server *server, int fd, enum kvk_peer_kin
         goto refuse;
     }
     if (kind == KVK_PEER_TCP) {
+        kvk_peer_address(&connection->peer, fd);
         const int on = 1;
         (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
     }

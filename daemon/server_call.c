@@ -329,18 +329,6 @@ void kvk_call_run_bulk(struct kvk_call *call)
 
 /* ---- what gRPC tells ---- */
 
-/* The connection of a call that our accept thread took: gRPC names it by its descriptor. */
-static struct kvk_connection *call_find_connection(struct kvk_call *call)
-{
-    char *peer = grpc_call_get_peer(call->call);
-    struct kvk_connection *connection = NULL;
-    if (strncmp(peer, "fd:", 3) == 0) {
-        connection = kvk_connection_find(&call->server->connections, atoi(peer + 3));
-    }
-    gpr_free(peer);
-    return connection;
-}
-
 /* Why a new call is not given to its handler; KVK_OK: it is. */
 static enum kvk_status call_admit(struct kvk_call *call, uint32_t live, uint32_t method_live,
                                   struct kvk_error *error)
@@ -392,7 +380,7 @@ static void call_new(struct kvk_tag *tag, bool ok)
 
     atomic_store_explicit(&call->references, 2, memory_order_relaxed);
     call->running = true;
-    call->connection = call_find_connection(call);
+    call->connection = kvk_call_find_connection(call);
 
     struct kvk_error error;
     if (call_admit(call, live, method_live, &error) != KVK_OK) {

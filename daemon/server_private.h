@@ -1,8 +1,9 @@
 /*
  * What the files of the server share: server.c (life of the whole), server_socket.c (listeners and
  * the lock file), server_accept.c (connections), server_call.c (calls and their callbacks),
- * server_send.c (what goes out), server_bulk.c (bulk threads), server_health.c and
- * server_reflection.c (standard services, as methods like any other).
+ * server_send.c (what goes out), server_tls.c (certificates), server_peer.c (who is at the other
+ * end), server_bulk.c (bulk threads), server_health.c and server_reflection.c (standard services,
+ * as methods like any other).
  *
  * Locks, in the order they may be taken: health.lock, call->lock, then one of bulk.lock,
  * connections.lock, calls.lock, drain_lock. None is held while gRPC is called or a handler runs.
@@ -110,7 +111,7 @@ struct kvk_call {
 
     struct kvk_server *server;
     struct kvk_server_method *method;
-    struct kvk_connection *connection; /* NULL: TLS */
+    struct kvk_connection *connection; /* of TLS: one that stands for all */
     struct kvk_call *next;             /* in the free list or the bulk queue */
     atomic_uint references;
 
@@ -190,6 +191,7 @@ struct kvk_health {
 };
 
 struct kvk_reflection;
+struct kvk_tls;
 
 struct kvk_server {
     struct kvk_server_options options;
@@ -203,6 +205,9 @@ struct kvk_server {
     struct kvk_connections connections;
     struct kvk_health health;
     struct kvk_reflection *reflection; /* NULL: none */
+    struct kvk_tls *tls;               /* NULL: none */
+    struct kvk_connection *tls_peer;   /* stands for every TLS connection: gRPC has them */
+    uint16_t tls_port;
     pthread_t lookup_thread;
     atomic_ulong turns; /* of it */
     bool grpc_ready;
@@ -244,6 +249,18 @@ void kvk_connections_finish(struct kvk_server *server);
 /* The open connection that has this descriptor, with a reference; NULL: none (any more). */
 struct kvk_connection *kvk_connection_find(struct kvk_connections *connections, int fd);
 void kvk_connection_release(struct kvk_connection *connection);
+
+/* server_tls.c */
+KVK_CHECKED enum kvk_status kvk_tls_create(const struct kvk_tls_options *options,
+                                           struct kvk_tls **tls, struct kvk_error *error);
+void kvk_tls_destroy(struct kvk_tls *tls); /* after gRPC's server */
+KVK_CHECKED enum kvk_status kvk_tls_reload(struct kvk_tls *tls, struct kvk_error *error);
+KVK_CHECKED enum kvk_status kvk_tls_listen(struct kvk_server *server, struct kvk_error *error);
+
+/* server_peer.c: the connection of a new call, with a reference; NULL: it is gone. */
+struct kvk_connection *kvk_call_find_connection(struct kvk_call *call);
+/* The address of a socket's other end. */
+void kvk_peer_address(struct kvk_peer *peer, int fd);
 
 /* server_bulk.c */
 KVK_CHECKED enum kvk_status kvk_bulk_start(struct kvk_bulk *bulk, uint32_t thread_count,

@@ -261,7 +261,8 @@ enum kvk_status kvk_listeners_open(struct kvk_connections *connections,
         return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "unix_path",
                         "neither a unix socket nor a TCP address is given");
     }
-    if (options->tcp_address_count > 0 && !options->tcp_insecure) {
+    bool tls = options->tls.certificate != NULL && options->tls.certificate[0] != '\0';
+    if (options->tcp_address_count > 0 && !options->tcp_insecure && !tls) {
         return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "tcp_addresses",
                         "TCP without encryption must be allowed on purpose (insecure = yes)");
     }
@@ -269,7 +270,8 @@ enum kvk_status kvk_listeners_open(struct kvk_connections *connections,
     if (has_unix) {
         status = listen_unix(connections, options, error);
     }
-    for (uint32_t i = 0; i < options->tcp_address_count && status == KVK_OK; i++) {
+    /* gRPC listens itself where it speaks TLS. */
+    for (uint32_t i = 0; i < options->tcp_address_count && status == KVK_OK && !tls; i++) {
         status = listen_tcp(connections, options->tcp_addresses[i], error);
     }
     return status;

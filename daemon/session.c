@@ -11,6 +11,7 @@
 #include "base/bytes.h"
 #include "base/log.h"
 #include "base/random.h"
+#include "daemon/process_watch.h"
 #include "daemon/session_internal.h"
 
 uint64_t kvk_cache_new_id(struct kvk_cache *cache)
@@ -49,7 +50,7 @@ enum kvk_status kvk_session_find(struct kvk_cache *cache, const struct kvk_calle
         return refuse_ended(error);
     }
     *session = found;
-    return KVK_OK;
+    return kvk_tenant_check(found->tenant, error);
 }
 
 /* All tokens are compared, whichever is the one, so that time tells nothing. */
@@ -140,6 +141,7 @@ static struct kvk_session *session_create(const struct kvk_hello *hello,
     session->on_notice = hello->on_notice;
     session->context = hello->context;
     session->pidfd = own_pidfd(hello);
+    session->process_start = session->pid > 0 ? kvk_process_start(session->pid) : 0;
     return session;
 }
 

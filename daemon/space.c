@@ -147,7 +147,7 @@ enum kvk_status kvk_space_find(struct kvk_cache *cache, const struct kvk_caller 
         return kvk_fail(error, KVK_NOT_FOUND, KVK_CAUSE_NONE, "space_id", "no such space");
     }
     *space = found;
-    return KVK_OK;
+    return kvk_space_check(found, error);
 }
 
 struct kvk_group *kvk_group_of(const struct kvk_cache *cache, const struct kvk_block *block)

@@ -77,6 +77,11 @@ KVK_CHECKED enum kvk_status kvk_space_open(struct kvk_cache *cache, const struct
                                            const struct kvk_space_request *request,
                                            struct kvk_space_reply *reply, struct kvk_error *error);
 
+/* Switch it, until the daemon ends: the stricter of its mode and its tenant's holds. KVK_NOT_FOUND.
+ */
+KVK_CHECKED enum kvk_status kvk_space_set_mode(struct kvk_cache *cache, uint64_t space_id,
+                                               enum kvk_tenant_mode mode, struct kvk_error *error);
+
 struct kvk_invalidate_request {
     uint64_t space_id; /* 0: by tenant and the names below */
     struct kvk_view tenant;

@@ -20,8 +20,8 @@ void *ctl_admin_call(const struct ctl_options *options, const char *method,
     struct kvkeep_connection *connection = NULL;
     struct kvk_error error = {0};
     ProtobufCMessage *response = NULL;
-    enum kvk_status status =
-        kvkeep_connection_create(options->target, options->token, &connection, &error);
+    enum kvk_status status = kvkeep_connection_create_tls(options->target, options->token,
+                                                          options->tls, &connection, &error);
     if (status == KVK_OK) {
         status = kvkeep_connection_call(connection, method, request, response_type, CALL_TIMEOUT_MS,
                                         &response, &error);
@@ -141,6 +141,7 @@ int ctl_status(const struct ctl_options *options, int argc, char **argv)
     }
     struct kvkeep_options connect = {.target = options->target,
                                      .token = options->token,
+                                     .tls = options->tls,
                                      .timeout_ms = CALL_TIMEOUT_MS,
                                      .no_retry = true};
     struct kvkeep_client *client = NULL;
@@ -160,12 +161,11 @@ int ctl_status(const struct ctl_options *options, int argc, char **argv)
         return code;
     }
     if (options->json) {
-        ctl_json_print(json_pack("{s:s, s:s, s:s, s:s, s:s, s:b, s:I, s:o, s:o*}", "version",
-                                 info.version, "device", info.device, "device_path",
-                                 info.device_path, "policy", info.policy, "tenant", info.tenant,
-                                 "admin", info.admin, "uptime_ms", (json_int_t)info.uptime_ms,
-                                 "tiers", tiers_json(occupancy), "scrub",
-                                 info.admin ? ctl_scrub_json(options) : NULL));
+        ctl_json_print(json_pack(
+            "{s:s, s:s, s:s, s:s, s:s, s:b, s:I, s:o, s:o*}", "version", info.version, "device",
+            info.device, "device_path", info.device_path, "policy", info.policy, "tenant",
+            info.tenant, "admin", info.admin, "uptime_ms", (json_int_t)info.uptime_ms, "tiers",
+            tiers_json(occupancy), "scrub", info.admin ? ctl_scrub_json(options) : NULL));
     } else {
         (void)printf("kvkeepd %s, up %s, device %s (%s), policy %s, you are %s%s\n\n", info.version,
                      ctl_duration_ms(info.uptime_ms), info.device, info.device_path, info.policy,

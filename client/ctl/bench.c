@@ -108,7 +108,8 @@ static bool bench_open(struct bench *bench, const struct ctl_options *options)
                                          .block_tokens = BLOCK_TOKENS,
                                          .groups = &geometry,
                                          .group_count = 1};
-    struct kvkeep_options connect = {.target = options->target, .token = options->token};
+    struct kvkeep_options connect = {
+        .target = options->target, .token = options->token, .tls = options->tls};
     struct kvkeep_session_options session = {.name = "kvkeepctl bench"};
     struct kvk_error *error = &bench->error;
     return kvkeep_connect(&connect, &bench->client, error) == KVK_OK &&

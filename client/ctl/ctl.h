@@ -22,8 +22,9 @@ enum {
 
 /* Options before or after the command's name. */
 struct ctl_options {
-    const char *target; /* never NULL */
-    const char *token;  /* NULL: none */
+    const char *target;           /* never NULL */
+    const char *token;            /* NULL: none */
+    const struct kvkeep_tls *tls; /* NULL: none */
     bool json;
     bool connect_given; /* --connect was there */
 };
@@ -92,7 +93,8 @@ void ctl_progress_end(struct ctl_progress *progress);
 /* Parse a count such as 12, 4k, 2M. False: it is none. */
 bool ctl_parse_count(const char *text, uint64_t *count);
 
-/* What the daemon's scrub found, for `status`: printed, or as JSON. Admins only; NULL: no answer. */
+/* What the daemon's scrub found, for `status`: printed, or as JSON. Admins only; NULL: no answer.
+ */
 void ctl_scrub_print(const struct ctl_options *options);
 json_t *ctl_scrub_json(const struct ctl_options *options);
 
@@ -100,6 +102,8 @@ json_t *ctl_scrub_json(const struct ctl_options *options);
 
 int ctl_status(const struct ctl_options *options, int argc, char **argv);
 int ctl_tenants(const struct ctl_options *options, int argc, char **argv);
+int ctl_tenant(const struct ctl_options *options, int argc, char **argv);
+int ctl_credential(const struct ctl_options *options, int argc, char **argv);
 int ctl_spaces(const struct ctl_options *options, int argc, char **argv);
 int ctl_sequences(const struct ctl_options *options, int argc, char **argv);
 int ctl_leases(const struct ctl_options *options, int argc, char **argv);

@@ -434,7 +434,8 @@ static bool worker_open(struct demo_worker *worker, const struct ctl_options *op
         .flops_per_second = 4e14};
     char name[32];
     (void)snprintf(name, sizeof name, "demo worker %u", number);
-    struct kvkeep_options connect = {.target = options->target, .token = options->token};
+    struct kvkeep_options connect = {
+        .target = options->target, .token = options->token, .tls = options->tls};
     struct kvkeep_session_options session = {.name = name};
     struct kvkeep_server_info info;
     if (kvkeep_connect(&connect, &worker->client, &worker->error) != KVK_OK ||

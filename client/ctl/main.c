@@ -11,6 +11,8 @@
 static const struct ctl_command commands[] = {
     {"status", "the daemon, its tiers, and what is in them", "", ctl_status},
     {"tenants", "what each tenant occupies", "", ctl_tenants},
+    {"tenant", "create, list, change, delete tenants", "", ctl_tenant},
+    {"credential", "create, list, rotate, revoke, delete credentials", "", ctl_credential},
     {"spaces", "spaces, their geometry and hit rates", "", ctl_spaces},
     {"sequences", "open sequences", "", ctl_sequences},
     {"leases", "leases by age and owner", "", ctl_leases},
@@ -30,58 +32,85 @@ static const struct ctl_command commands[] = {
 
 static int help(FILE *file)
 {
-    (void)fprintf(file,
-                  "usage: kvkeepctl [--connect TARGET] [--token TOKEN] [--json] COMMAND …\n\n");
+    (void)fprintf(
+        file, "usage: kvkeepctl [--connect TARGET] [--token TOKEN] [--ca FILE] [--json] COMMAND "
+              "…\n\n");
     for (size_t i = 0; i < COMMAND_COUNT; i++) {
         (void)fprintf(file, "  %-12s %s\n", commands[i].name, commands[i].summary);
     }
     (void)fprintf(
         file, "\nTARGET is unix:PATH or HOST:PORT; without it KVKEEP_TARGET, then the daemon's "
               "default socket.\nTOKEN is a bearer token; without it KVKEEP_TOKEN; the unix socket "
-              "also knows the caller's uid.\n--json prints one JSON value instead of a table.\n"
+              "also knows the caller's uid.\n"
+              "--ca FILE connects by TLS and checks the daemon's certificate against these roots; "
+              "--cert FILE and\n--key FILE show one of ours; --server-name NAME is what the "
+              "daemon's must be for. Without them\nKVKEEP_CA, KVKEEP_CERTIFICATE, KVKEEP_KEY, "
+              "KVKEEP_SERVER_NAME.\n--json prints one JSON value instead of a table.\n"
               "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no daemon there.\n"
               "kvkeepctl COMMAND --help tells a command's own options.\n");
     return file == stdout ? CTL_OK : CTL_USAGE;
 }
 
+/* Where the value of a common option goes; NULL: it is none of them. */
+static const char **common_place(struct ctl_options *options, struct kvkeep_tls *tls,
+                                 const char *name)
+{
+    const struct {
+        const char *name;
+        const char **place;
+    } common[] = {
+        {"--connect", &options->target},
+        {"--token", &options->token},
+        {"--ca", &tls->ca},
+        {"--cert", &tls->certificate},
+        {"--key", &tls->key},
+        {"--server-name", &tls->server_name},
+    };
+    for (size_t i = 0; i < sizeof common / sizeof common[0]; i++) {
+        if (strcmp(common[i].name, name) == 0) {
+            return common[i].place;
+        }
+    }
+    return NULL;
+}
+
 /* Take what is common out of the arguments, wherever it stands; the rest keeps its order. */
-static bool common_take(struct ctl_options *options, int *argc, char **argv, bool *wants_help)
+static bool common_take(struct ctl_options *options, struct kvkeep_tls *tls, int *argc, char **argv,
+                        bool *wants_help)
 {
     int kept = 1;
     for (int i = 1; i < *argc; i++) {
-        const char *value = i + 1 < *argc ? argv[i + 1] : NULL;
+        const char **place = common_place(options, tls, argv[i]);
         if (strcmp(argv[i], "--json") == 0) {
             options->json = true;
         } else if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
             *wants_help = true;
-        } else if (strcmp(argv[i], "--connect") == 0 || strcmp(argv[i], "--token") == 0) {
-            if (value == NULL) {
+        } else if (place != NULL) {
+            if (i + 1 == *argc) {
                 (void)fprintf(stderr, "kvkeepctl: %s wants a value\n", argv[i]);
                 return false;
             }
-            if (argv[i][2] == 'c') {
-                options->target = value;
-                options->connect_given = true;
-            } else {
-                options->token = value;
-            }
-            i++;
+            *place = argv[++i];
         } else {
             argv[kept++] = argv[i];
         }
     }
     *argc = kept;
     argv[kept] = NULL;
+    options->connect_given = options->target != NULL;
     return true;
 }
 
 int main(int argc, char **argv)
 {
     struct ctl_options options = {.target = NULL, .token = getenv("KVKEEP_TOKEN")};
+    struct kvkeep_tls tls;
     bool wants_help = false;
-    if (!common_take(&options, &argc, argv, &wants_help)) {
+    (void)kvkeep_default_tls(&tls);
+    if (!common_take(&options, &tls, &argc, argv, &wants_help)) {
         return CTL_USAGE;
     }
+    options.tls = tls.ca != NULL || tls.certificate != NULL ? &tls : NULL;
     if (options.target == NULL) {
         options.target = kvkeep_default_target();
     }

@@ -272,8 +272,10 @@ static enum kvk_status request_run(struct replay_worker *worker, uint64_t index,
 static enum kvk_status worker_open(struct replay_worker *worker, struct kvk_error *error)
 {
     struct replay *replay = worker->replay;
-    struct kvkeep_options options = {
-        .target = replay->target, .token = replay->options->token, .timeout_ms = 120000};
+    struct kvkeep_options options = {.target = replay->target,
+                                     .token = replay->options->token,
+                                     .tls = replay->options->tls,
+                                     .timeout_ms = 120000};
     struct kvk_geometry geometry = {.layers = 1,
                                     .kv_heads = 1,
                                     .block_tokens = replay->trace.block_tokens,
