@@ -87,7 +87,8 @@ static enum kvk_status index_make(struct kvk_cache *cache, struct kvk_error *err
     if (kvk_evict_create(cache->index, &evict_options, &cache->evict) != KVK_OK) {
         return fail_memory(error);
     }
-    if (kvk_journal_init(&cache->journal, config->journal_entries) != KVK_OK) {
+    if (kvk_journal_init(&cache->journal, config->journal_entries) != KVK_OK ||
+        kvk_mrcs_init(&cache->mrcs, config) != KVK_OK) {
         return fail_memory(error);
     }
     cache->group_capacity = config->spaces * KVK_GROUP_COUNT_MAX;
@@ -265,6 +266,7 @@ static void blocks_forget(struct kvk_cache *cache)
 static void memory_free(struct kvk_cache *cache)
 {
     kvk_journal_finish(&cache->journal);
+    kvk_mrcs_finish(&cache->mrcs);
     kvk_evict_destroy(cache->evict);
     kvk_index_destroy(cache->index);
     kvk_table_finish(&cache->space_table);
@@ -444,6 +446,7 @@ void kvk_cache_maintain(struct kvk_cache *cache)
     kvk_lock(&cache->lock);
     gap_note(cache);
     kvk_leases_expire(cache);
+    kvk_mrc_maintain(cache);
     kvk_sessions_maintain(cache);
     gap_note(cache);
     if (cache->purge_wanted) {

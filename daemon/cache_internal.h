@@ -29,6 +29,7 @@
 #include "daemon/disk_tier.h"
 #include "daemon/journal.h"
 #include "daemon/lookup.h"
+#include "daemon/mrc.h"
 #include "daemon/mover.h"
 #include "daemon/quota.h"
 #include "daemon/report.h"
@@ -160,6 +161,7 @@ struct kvk_sequence {
     uint64_t sealed;                           /* the least of rank_sealed */
     uint64_t rank_sealed[KVK_SHARD_COUNT_MAX]; /* [space.rank_count] */
     uint64_t whole_blocks;  /* blocks below are sealed (and, unless detached, indexed) */
+    uint64_t asked_blocks;  /* whole blocks of the prompt that a look-up could have found */
     uint64_t shared_tokens; /* unsealed blocks below may be shared with a fork */
     uint32_t writers;       /* kvk_sequence_write() calls that copy now: in all, and by rank */
     uint16_t rank_writers[KVK_SHARD_COUNT_MAX];
@@ -457,6 +459,7 @@ struct kvk_cache {
     uint32_t moves_under_way; /* blocks that are being copied between tiers, now */
     struct kvk_refusal refusals[KVK_REFUSAL_COUNT]; /* ring */
     uint64_t refusal_count;
+    struct kvk_mrcs mrcs;       /* how often caches of other sizes would hit */
     struct kvk_journal journal; /* blocks that went */
     struct kvk_gone_cause {
         enum kvk_gone_reason reason;   /* KVK_GONE_NONE: what the block's state says */

@@ -8,6 +8,7 @@
 #include "base/options.h"
 #include "daemon/config_table.h"
 #include "daemon/quota.h"
+#include "index/shards.h"
 
 /* ---- Life ---- */
 
@@ -352,6 +353,13 @@ enum kvk_status kvk_config_check(const struct kvk_config *config, struct kvk_err
                               "limits.sessions: %u is less than limits.instances (%u), and every "
                               "instance has a session",
                               config->sessions, config->instances);
+    }
+    if (config->mrc_samples > 0 && config->mrc_samples < KVK_SHARDS_SAMPLES_MIN) {
+        return kvk_fail_limit(error, KVK_INVALID, KVK_CAUSE_FIELD, "limits.mrc_samples",
+                              config->mrc_samples, KVK_SHARDS_SAMPLES_MIN,
+                              "limits.mrc_samples: %u is too few to tell anything: 0, or at least "
+                              "%u",
+                              config->mrc_samples, KVK_SHARDS_SAMPLES_MIN);
     }
     status = quotas_check(config, error);
     return status == KVK_OK ? tenants_check(config, error) : status;

@@ -122,6 +122,8 @@ struct kvk_config {
     uint32_t forks;
     uint64_t scratch_bytes; /* of one mapping for operands */
     uint64_t attend_queries;
+    uint32_t mrc_tenants;     /* that are followed for their miss-ratio curves */
+    uint32_t mrc_samples;     /* blocks that are followed of each; 0: none */
     uint32_t journal_entries; /* of what was forgotten or left a tier; 0: none are kept */
 
     struct kvk_tenant_config *tenants; /* [tenant_count], ours */

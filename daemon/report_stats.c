@@ -8,6 +8,7 @@
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/assert.h"
 #include "base/log.h"
@@ -129,6 +130,9 @@ struct figures {
     struct kvk_scrub_counts scrub;
     uint64_t state_blocks[KVK_BLOCK_STATE_COUNT];
     uint64_t evict_bytes;
+    uint64_t gone[KVK_GONE_REASON_COUNT];
+    uint64_t journal_bytes;
+    uint64_t mrc_bytes;
     uint64_t spaces;
     uint64_t sequences;
     uint64_t leases;
@@ -148,6 +152,9 @@ static void figures_take(struct kvk_cache *cache, struct figures *figures)
     kvk_index_stats(cache->index, &figures->index);
     kvk_scrub_counts(cache, &figures->scrub);
     figures->evict_bytes = kvk_evict_bytes(cache->evict);
+    memcpy(figures->gone, cache->journal.counts, sizeof(figures->gone));
+    figures->journal_bytes = kvk_journal_bytes(&cache->journal);
+    figures->mrc_bytes = kvk_mrcs_bytes(&cache->mrcs);
     figures->spaces = cache->space_count;
     figures->sequences = cache->sequence_table.count;
     figures->leases = cache->lease_table.count;
@@ -275,6 +282,13 @@ static void visit_blocks(const struct visitor *visitor, const struct figures *fi
     visit_plain(visitor, "kvkeep_index_bytes", figures->index.bytes);
     visit_plain(visitor, "kvkeep_index_token_bytes", figures->index.token_bytes);
     visit_plain(visitor, "kvkeep_evict_bytes", figures->evict_bytes);
+    visit_plain(visitor, "kvkeep_journal_bytes", figures->journal_bytes);
+    visit_plain(visitor, "kvkeep_mrc_bytes", figures->mrc_bytes);
+    for (int reason = KVK_GONE_NONE + 1; reason < KVK_GONE_REASON_COUNT; reason++) {
+        visit_labelled(visitor, "kvkeep_blocks_gone_total", "reason",
+                       kvk_gone_reason_name((enum kvk_gone_reason)reason), NULL, NULL,
+                       figures->gone[reason]);
+    }
 }
 
 static void visit_counts(const struct visitor *visitor, const struct figures *figures)

@@ -343,6 +343,12 @@ static void open_count(struct opening *opening)
             }
         }
     }
+    if (opening->lookup) {
+        uint64_t limit =
+            kvk_prefix_limit(space, &opening->request->prompt, opening->request->leave_last);
+        opening->sequence->asked_blocks = limit / space->block_tokens;
+        kvk_mrc_opened(cache, sequence);
+    }
     cache->stats.opens++;
     kvk_tenant_state_of(cache, space->tenant)->usage.saved_tokens += sequence->cached;
     cache->stats.saved_ns += kvk_space_recompute_ns(space, 0, sequence->cached);

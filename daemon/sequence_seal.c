@@ -268,6 +268,7 @@ void kvk_sequence_settle(struct kvk_cache *cache, struct kvk_sequence *sequence,
         }
     }
     if (sequence->whole_blocks < end) {
+        kvk_mrc_sealed(cache, sequence, sequence->whole_blocks, end);
         sequence->whole_blocks = end;
     }
     windows_move(cache, sequence, settled_before);

@@ -303,6 +303,7 @@ static void space_link(struct kvk_cache *cache, struct kvk_space *space)
     KVK_ASSERT(status == KVK_OK); /* the place was taken before */
     space->next = cache->spaces;
     cache->spaces = space;
+    kvk_mrc_begin(cache, space->tenant);
     kvk_quota_space_link(cache, space);
     capacity_learn(cache, space);
 }

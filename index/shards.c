@@ -6,10 +6,10 @@
 
 #include "base/assert.h"
 
-#define STEPS_PER_OCTAVE 16
-#define BUCKETS (64 * STEPS_PER_OCTAVE)
-#define CLASSES 8 /* of keys, for the error */
-#define KINDS 2   /* KVK_SHARDS_KNOWN, KVK_SHARDS_NEW */
+#define STEPS_PER_OCTAVE KVK_SHARDS_STEPS_PER_OCTAVE
+#define BUCKETS KVK_SHARDS_BUCKETS
+#define CLASSES KVK_SHARDS_CLASSES
+#define KINDS KVK_SHARDS_ASKED
 #define NONE UINT32_MAX
 #define THRESHOLD_MIN (KVK_SHARDS_HASH_END >> 14)
 
@@ -36,10 +36,7 @@ struct kvk_shards {
     uint32_t place_next;
     uint64_t sampled_bytes; /* of all samples */
     uint64_t followed;
-    double references[KINDS];         /* asked for, in truth */
-    double estimated[KINDS][CLASSES]; /* what the followed ones stand for */
-    uint64_t longest, shortest;       /* distances */
-    float counts[KINDS][CLASSES][BUCKETS];
+    struct kvk_shards_counts counts;
 };
 
 /* ---- Memory ---- */
@@ -56,7 +53,7 @@ enum kvk_status kvk_shards_create(uint32_t sample_count, double rate_max,
     made->sample_max = sample_count;
     made->threshold = KVK_SHARDS_HASH_END;
     made->rate_max = rate_max;
-    made->shortest = UINT64_MAX;
+    made->counts.shortest_bytes = UINT64_MAX;
     made->place_count = 2 * (sample_count + 1);
     made->table_count = 2;
     while (made->table_count < 2 * (sample_count + 1)) {
@@ -319,12 +316,13 @@ static uint32_t class_of(struct kvk_key key)
 static void distance_count(struct kvk_shards *shards, const struct sample *sample,
                            enum kvk_shards_kind kind, double rate)
 {
+    struct kvk_shards_counts *counts = &shards->counts;
     uint64_t later = shards->sampled_bytes - sums_up_to(shards, sample->place);
     double wide = (double)later / rate + (double)sample->bytes;
     uint64_t distance = wide < 0x1p62 ? (uint64_t)wide : UINT64_C(1) << 62;
-    shards->counts[kind][class_of(sample->key)][bucket_of(distance)] += (float)(1 / rate);
-    shards->longest = distance > shards->longest ? distance : shards->longest;
-    shards->shortest = distance < shards->shortest ? distance : shards->shortest;
+    counts->hits[kind][class_of(sample->key)][bucket_of(distance)] += (float)(1 / rate);
+    counts->longest_bytes = distance > counts->longest_bytes ? distance : counts->longest_bytes;
+    counts->shortest_bytes = distance < counts->shortest_bytes ? distance : counts->shortest_bytes;
 }
 
 void kvk_shards_refer(struct kvk_shards *shards, struct kvk_key key, uint32_t hash, uint64_t bytes,
@@ -338,7 +336,7 @@ void kvk_shards_refer(struct kvk_shards *shards, struct kvk_key key, uint32_t ha
     uint32_t index = shards->table[table_find(shards, key)];
     shards->followed++;
     if (kind != KVK_SHARDS_PUT) {
-        shards->estimated[kind][class_of(key)] += 1 / rate;
+        shards->counts.estimated[kind][class_of(key)] += 1 / rate;
     }
     if (index == NONE) {
         sample_add(shards, key, hash, bytes);
@@ -354,7 +352,7 @@ void kvk_shards_refer(struct kvk_shards *shards, struct kvk_key key, uint32_t ha
 void kvk_shards_count(struct kvk_shards *shards, enum kvk_shards_kind kind, uint64_t references)
 {
     KVK_ASSERT(kind != KVK_SHARDS_PUT);
-    shards->references[kind] += (double)references;
+    shards->counts.references[kind] += (double)references;
 }
 
 void kvk_shards_halve(struct kvk_shards *shards)
@@ -367,73 +365,103 @@ void kvk_shards_halve(struct kvk_shards *shards)
 void kvk_shards_age(struct kvk_shards *shards, double factor)
 {
     KVK_ASSERT(factor >= 0 && factor <= 1);
+    struct kvk_shards_counts *counts = &shards->counts;
     for (int kind = 0; kind < KINDS; kind++) {
         for (uint32_t c = 0; c < CLASSES; c++) {
-            shards->estimated[kind][c] *= factor;
+            counts->estimated[kind][c] *= factor;
             for (uint32_t i = 0; i < BUCKETS; i++) {
-                shards->counts[kind][c][i] *= (float)factor;
+                counts->hits[kind][c][i] *= (float)factor;
             }
         }
-        shards->references[kind] *= factor;
+        counts->references[kind] *= factor;
     }
 }
 
 /* ---- Answers ---- */
 
-static double hits_at(const float counts[BUCKETS], uint64_t size_bytes)
+const struct kvk_shards_counts *kvk_shards_counts(const struct kvk_shards *shards)
+{
+    return &shards->counts;
+}
+
+static double hits_at(const float found[BUCKETS], uint64_t size_bytes)
 {
     uint32_t end = size_bytes == UINT64_MAX ? BUCKETS : bucket_of(size_bytes);
     double hits = 0;
     for (uint32_t i = 0; i < end; i++) {
-        hits += (double)counts[i];
+        hits += (double)found[i];
     }
     if (end < BUCKETS) { /* the part of its own bucket that lies below */
         double begin = bucket_begin(end);
         double width = bucket_begin(end + 1) - begin;
-        hits += (double)counts[end] * ((double)size_bytes - begin) / width;
+        hits += (double)found[end] * ((double)size_bytes - begin) / width;
     }
     return hits;
 }
 
-struct kvk_shards_ratio kvk_shards_ratio(const struct kvk_shards *shards, uint64_t size_bytes)
+/* Hits at one size, and what the followed references stand for. */
+struct sums {
+    double hits[KINDS];
+    double estimated[KINDS];
+};
+
+static double ratio_of(const struct kvk_shards_counts *counts, const struct sums *sums,
+                       double weight, bool is_reached)
 {
-    double hits[KINDS] = {0};
-    double estimated[KINDS] = {0};
-    double class_hits[CLASSES] = {0};
-    double class_all[CLASSES] = {0};
-    for (int kind = 0; kind < KINDS && size_bytes > 0; kind++) {
-        for (uint32_t c = 0; c < CLASSES; c++) {
-            double found = hits_at(shards->counts[kind][c], size_bytes);
-            hits[kind] += found;
-            class_hits[c] += found;
-            estimated[kind] += shards->estimated[kind][c];
-            class_all[c] += shards->estimated[kind][c];
+    double known = sums->hits[KVK_SHARDS_KNOWN] * weight;
+    double fresh = sums->hits[KVK_SHARDS_NEW];
+    if (is_reached) {
+        known += counts->references[KVK_SHARDS_KNOWN] - sums->estimated[KVK_SHARDS_KNOWN] * weight;
+    }
+    double scale = sums->estimated[KVK_SHARDS_NEW] > 0
+                       ? counts->references[KVK_SHARDS_NEW] / sums->estimated[KVK_SHARDS_NEW]
+                       : 0;
+    double references = counts->references[KVK_SHARDS_KNOWN] + counts->references[KVK_SHARDS_NEW];
+    double ratio = (known + fresh * scale) / references;
+    return ratio < 0 ? 0 : ratio > 1 ? 1 : ratio;
+}
+
+/* The error by a jackknife: how far the answer moves where one class is left out. */
+struct kvk_shards_ratio kvk_shards_ratio(const struct kvk_shards_counts *counts,
+                                         uint64_t size_bytes)
+{
+    struct sums all = {.hits = {0}};
+    struct sums classes[CLASSES];
+    for (uint32_t c = 0; c < CLASSES; c++) {
+        for (int kind = 0; kind < KINDS; kind++) {
+            double hits = size_bytes == 0 ? 0 : hits_at(counts->hits[kind][c], size_bytes);
+            classes[c].hits[kind] = hits;
+            classes[c].estimated[kind] = counts->estimated[kind][c];
+            all.hits[kind] += hits;
+            all.estimated[kind] += counts->estimated[kind][c];
         }
     }
-    double all = estimated[KVK_SHARDS_KNOWN] + estimated[KVK_SHARDS_NEW];
-    double references = shards->references[KVK_SHARDS_KNOWN] + shards->references[KVK_SHARDS_NEW];
-    if (references <= 0 || all <= 0) {
-        return (struct kvk_shards_ratio){.hits = 0, .error = size_bytes > 0 ? 1 : 0};
+    if (size_bytes == 0) {
+        return (struct kvk_shards_ratio){.hits = 0};
     }
-    double mean = (hits[KVK_SHARDS_KNOWN] + hits[KVK_SHARDS_NEW]) / all;
+    if (all.estimated[KVK_SHARDS_KNOWN] + all.estimated[KVK_SHARDS_NEW] <= 0 ||
+        counts->references[KVK_SHARDS_KNOWN] + counts->references[KVK_SHARDS_NEW] <= 0) {
+        return (struct kvk_shards_ratio){.hits = 0, .error = 1};
+    }
+    bool is_reached = counts->shortest_bytes != UINT64_MAX && size_bytes >= counts->shortest_bytes;
+    double left_out[CLASSES];
+    double mean = 0;
     double spread = 0;
     for (uint32_t c = 0; c < CLASSES; c++) {
-        double off = (class_hits[c] - mean * class_all[c]) / all;
-        spread += off * off;
+        struct sums rest = all;
+        for (int kind = 0; kind < KINDS; kind++) {
+            rest.hits[kind] -= classes[c].hits[kind];
+            rest.estimated[kind] -= classes[c].estimated[kind];
+        }
+        left_out[c] = ratio_of(counts, &rest, (double)CLASSES / (CLASSES - 1), is_reached);
+        mean += left_out[c] / CLASSES;
     }
-    double known = hits[KVK_SHARDS_KNOWN];
-    if (shards->shortest != UINT64_MAX && size_bytes >= shards->shortest) {
-        known += shards->references[KVK_SHARDS_KNOWN] - estimated[KVK_SHARDS_KNOWN];
+    for (uint32_t c = 0; c < CLASSES; c++) {
+        spread += (left_out[c] - mean) * (left_out[c] - mean);
     }
-    double scale = estimated[KVK_SHARDS_NEW] > 0
-                       ? shards->references[KVK_SHARDS_NEW] / estimated[KVK_SHARDS_NEW]
-                       : 0;
-    double ratio = (known + hits[KVK_SHARDS_NEW] * scale) / references;
     return (struct kvk_shards_ratio){
-        .hits = ratio < 0   ? 0
-                : ratio > 1 ? 1
-                            : ratio,
-        .error = sqrt(spread * CLASSES / (CLASSES - 1)),
+        .hits = ratio_of(counts, &all, 1, is_reached),
+        .error = sqrt(spread * (CLASSES - 1) / CLASSES),
     };
 }
 
@@ -444,9 +472,6 @@ void kvk_shards_stats(const struct kvk_shards *shards, struct kvk_shards_stats *
         .rate = rate,
         .samples = shards->sample_count,
         .followed = shards->followed,
-        .references = shards->references[KVK_SHARDS_KNOWN] + shards->references[KVK_SHARDS_NEW],
-        .longest_bytes = shards->longest,
-        .shortest_bytes = shards->shortest == UINT64_MAX ? 0 : shards->shortest,
         .distinct_bytes = (uint64_t)((double)shards->sampled_bytes / rate),
     };
 }

@@ -17,7 +17,7 @@
  * and whether they are among those followed is luck. The others are scaled.
  *
  * The error is estimated from the samples themselves, which are counted in eight classes by key: by
- * how far the classes' ratios lie apart.
+ * how far the answer moves where one class is left out.
  *
  * Locking: the caller's. Nothing is allocated after create. A reference is O(log sample_count), but
  * one in sample_count of them renumbers all in O(sample_count): some 100 us.
@@ -69,21 +69,34 @@ void kvk_shards_age(struct kvk_shards *shards, double factor);
 
 /* ---- Answers ---- */
 
+#define KVK_SHARDS_STEPS_PER_OCTAVE 16
+#define KVK_SHARDS_BUCKETS (64 * KVK_SHARDS_STEPS_PER_OCTAVE)
+#define KVK_SHARDS_CLASSES 8 /* of keys */
+#define KVK_SHARDS_ASKED 2   /* kinds: KVK_SHARDS_KNOWN, KVK_SHARDS_NEW */
+
+/* What was counted; a copy of it answers without the lock. */
+struct kvk_shards_counts {
+    double references[KVK_SHARDS_ASKED];                    /* asked for, in truth */
+    double estimated[KVK_SHARDS_ASKED][KVK_SHARDS_CLASSES]; /* what the followed ones stand for */
+    uint64_t longest_bytes;                                 /* distance */
+    uint64_t shortest_bytes;                                /* UINT64_MAX: none yet */
+    float hits[KVK_SHARDS_ASKED][KVK_SHARDS_CLASSES][KVK_SHARDS_BUCKETS]; /* by distance */
+};
+const struct kvk_shards_counts *kvk_shards_counts(const struct kvk_shards *shards);
+
 struct kvk_shards_ratio {
     double hits;  /* of references asked for, 0 to 1 */
     double error; /* standard error of it, estimated; 1 where nothing is known */
 };
 
 /* Of an LRU cache of so many bytes; UINT64_MAX: an endless one. */
-struct kvk_shards_ratio kvk_shards_ratio(const struct kvk_shards *shards, uint64_t size_bytes);
+struct kvk_shards_ratio kvk_shards_ratio(const struct kvk_shards_counts *counts,
+                                         uint64_t size_bytes);
 
 struct kvk_shards_stats {
-    double rate;            /* things followed of all, now */
-    uint32_t samples;       /* things followed now */
-    uint64_t followed;      /* references ever followed */
-    double references;      /* asked for, as they weigh now */
-    uint64_t longest_bytes; /* distance: larger caches gain nothing */
-    uint64_t shortest_bytes;
+    double rate;             /* things followed of all, now */
+    uint32_t samples;        /* things followed now */
+    uint64_t followed;       /* references ever followed */
     uint64_t distinct_bytes; /* estimate: of all different things in the sample's time */
 };
 void kvk_shards_stats(const struct kvk_shards *shards, struct kvk_shards_stats *stats);

@@ -415,3 +415,41 @@ Test(journal, a_window_misses_what_it_sees)
     cr_expect_geq(report.missing_block, 4, "blocks before the window are not needed");
     house_stop(asking.house);
 }
+
+/* ---- Counters ---- */
+
+struct wanted {
+    const char *name;
+    double value;
+};
+
+static void take_stat(void *context, const char *name, double value)
+{
+    struct wanted *wanted = context;
+    if (strcmp(name, wanted->name) == 0) {
+        wanted->value = value;
+    }
+}
+
+static double stat_of(struct asking *asking, const char *name)
+{
+    struct wanted wanted = {.name = name, .value = -1};
+    kvk_report_stats(asking->house->cache, take_stat, &wanted);
+    return wanted.value;
+}
+
+Test(journal, counters)
+{
+    struct asking asking;
+    asking_start(&asking, 8);
+    cr_expect_eq(stat_of(&asking, "kvkeep_blocks_gone_total{reason=\"evicted\"}"), 0);
+    keep(&asking, 1, 32);
+    keep(&asking, 1000, 12);
+    cr_expect_eq(stat_of(&asking, "kvkeep_blocks_gone_total{reason=\"evicted\"}"), 3);
+    invalidate(&asking, false, 1000, 4);
+    cr_expect_eq(stat_of(&asking, "kvkeep_blocks_gone_total{reason=\"invalidated\"}"), 3);
+    cr_expect_eq(stat_of(&asking, "kvkeep_blocks_gone_total{reason=\"damaged\"}"), 0);
+    cr_expect_eq(stat_of(&asking, "kvkeep_journal_bytes"), 65536 * 76);
+    cr_expect_gt(stat_of(&asking, "kvkeep_mrc_bytes"), 0);
+    house_stop(asking.house);
+}
