@@ -100,7 +100,8 @@ struct kvk_block {
     uint32_t queue_index;          /* place in its eviction queue; UINT32_MAX: in none */
     uint16_t use_count;            /* saturating */
     uint8_t queue_class;           /* the list of its queue: use class and cost class */
-    uint8_t queue_tier;
+    uint8_t hint;                  /* enum kvk_evict_hint_kind, of somebody who knows better */
+    uint32_t hint_until;           /* while it counts: in KVK_EVICT_HINT_NS of the policy clock */
 };
 
 /* Apply one event. An event that the table does not allow is a bug, and aborts. */

@@ -109,13 +109,31 @@ static void heap_set(const struct kvk_evict_queue *queue, const struct kvk_evict
     kvk_block_at(queue->evict->index, block)->queue_index = place;
 }
 
+/* Blocks with a hint lie by the end of its time, all others by their order. */
+static bool is_hint_heap(const struct kvk_evict_queue *queue, const struct kvk_evict_heap *heap)
+{
+    return heap >= &queue->heaps[KVK_EVICT_LIST_COUNT];
+}
+
+static uint64_t key_of(const struct kvk_block *block, bool hinted)
+{
+    return hinted ? block->hint_until : block->order;
+}
+
+static uint32_t list_of_block(const struct kvk_block *block)
+{
+    return block->hint == KVK_EVICT_HINT_NONE ? block->queue_class
+                                              : KVK_EVICT_LIST_COUNT + block->hint - 1U;
+}
+
 /* Put `block`, of order `order`, where it belongs between the free `place` and the top. */
 static void heap_rise(const struct kvk_evict_queue *queue, const struct kvk_evict_heap *heap,
                       uint32_t place, uint32_t block, uint64_t order)
 {
+    bool hinted = is_hint_heap(queue, heap);
     while (place > 0) {
         uint32_t above = (place - 1) / 2;
-        if (heap_block(queue, heap, above)->order <= order) {
+        if (key_of(heap_block(queue, heap, above), hinted) <= order) {
             break;
         }
         heap_set(queue, heap, place, *heap_entry(heap, above));
@@ -128,14 +146,15 @@ static void heap_rise(const struct kvk_evict_queue *queue, const struct kvk_evic
 static void heap_sink(const struct kvk_evict_queue *queue, const struct kvk_evict_heap *heap,
                       uint32_t place, uint32_t block, uint64_t order)
 {
+    bool hinted = is_hint_heap(queue, heap);
     for (;;) {
         uint32_t below = 2 * place + 1;
         if (below >= heap->count) {
             break;
         }
-        uint64_t below_order = heap_block(queue, heap, below)->order;
+        uint64_t below_order = key_of(heap_block(queue, heap, below), hinted);
         if (below + 1 < heap->count) {
-            uint64_t other_order = heap_block(queue, heap, below + 1)->order;
+            uint64_t other_order = key_of(heap_block(queue, heap, below + 1), hinted);
             if (other_order < below_order) {
                 below++;
                 below_order = other_order;
@@ -182,6 +201,17 @@ static uint8_t list_of(uint32_t use, uint32_t cost)
 static uint32_t list_step(const struct kvk_evict *evict)
 {
     return evict->cost_lists ? 1 : KVK_EVICT_COST_COUNT;
+}
+
+static uint32_t step_from(const struct kvk_evict *evict, uint32_t list)
+{
+    return list < KVK_EVICT_LIST_COUNT ? list_step(evict) : 1;
+}
+
+/* Heaps in use. */
+static uint32_t heap_count(const struct kvk_evict *evict)
+{
+    return KVK_EVICT_LIST_COUNT / list_step(evict) + KVK_EVICT_HEAP_COUNT - KVK_EVICT_LIST_COUNT;
 }
 
 static uint32_t list_use_class(uint32_t list)
@@ -245,8 +275,21 @@ void kvk_evict_admit(struct kvk_evict *evict, struct kvk_block *block, float cos
     block->use_count = (uint16_t)use_count;
     block->order = 0;
     block->cost = cost;
+    block->hint = KVK_EVICT_HINT_NONE;
     block->queue_class = list_of(0, cost_class(evict, (double)cost));
     block_use(evict, block, windowed, stamp, now_ns);
+}
+
+void kvk_evict_restore(struct kvk_evict *evict, struct kvk_block *block, float cost, bool windowed,
+                       uint64_t stamp, uint64_t used_ns, uint32_t use_count)
+{
+    KVK_ASSERT(block->queue == NULL);
+    uint32_t before = use_count > 0 ? use_count - 1 : 0;
+    block->use_count = (uint16_t)(before < UINT16_MAX ? before : UINT16_MAX);
+    block->order = 0;
+    block->cost = cost;
+    block->queue_class = list_of(0, cost_class(evict, (double)cost));
+    block_use(evict, block, windowed, stamp, used_ns);
 }
 
 void kvk_evict_use(struct kvk_evict *evict, struct kvk_block *block, bool windowed, uint64_t stamp,
@@ -260,7 +303,7 @@ void kvk_evict_use(struct kvk_evict *evict, struct kvk_block *block, bool window
     struct kvk_evict_queue *queue = block->queue;
     uint32_t id = KVK_BLOCK_NONE;
     if (queue != NULL) {
-        id = *heap_entry(&queue->heaps[block->queue_class], block->queue_index);
+        id = *heap_entry(&queue->heaps[list_of_block(block)], block->queue_index);
         kvk_evict_queue_remove(queue, id);
     }
     kvk_learn_reuse(&evict->learn, list_use_class(block->queue_class),
@@ -299,7 +342,7 @@ void kvk_evict_queue_finish(struct kvk_evict_queue *queue)
         free(queue->free_pages[i]);
     }
     free(queue->free_pages);
-    for (int k = 0; k < KVK_EVICT_LIST_COUNT; k++) {
+    for (int k = 0; k < KVK_EVICT_HEAP_COUNT; k++) {
         free(queue->heaps[k].pages);
     }
     *queue = (struct kvk_evict_queue){0};
@@ -308,7 +351,7 @@ void kvk_evict_queue_finish(struct kvk_evict_queue *queue)
 uint32_t kvk_evict_queue_count(const struct kvk_evict_queue *queue)
 {
     uint32_t count = 0;
-    for (int k = 0; k < KVK_EVICT_LIST_COUNT; k++) {
+    for (int k = 0; k < KVK_EVICT_HEAP_COUNT; k++) {
         count += queue->heaps[k].count;
     }
     return count;
@@ -338,6 +381,11 @@ static bool directories_reserve(struct kvk_evict_queue *queue, uint32_t count)
             return false;
         }
     }
+    for (uint32_t list = KVK_EVICT_LIST_COUNT; list < KVK_EVICT_HEAP_COUNT; list++) {
+        if (!directory_grow(&queue->heaps[list].pages, count)) {
+            return false;
+        }
+    }
     queue->page_count_max = count;
     return true;
 }
@@ -345,7 +393,7 @@ static bool directories_reserve(struct kvk_evict_queue *queue, uint32_t count)
 enum kvk_status kvk_evict_queue_reserve(struct kvk_evict_queue *queue, uint32_t count)
 {
     /* Each heap in use may have a last page that is not full. */
-    uint32_t list_count = KVK_EVICT_LIST_COUNT / list_step(queue->evict);
+    uint32_t list_count = heap_count(queue->evict);
     uint32_t page_count = count / PAGE_BLOCKS + 1 + list_count;
     if (!directories_reserve(queue, page_count)) {
         return KVK_EXHAUSTED;
@@ -364,7 +412,7 @@ enum kvk_status kvk_evict_queue_reserve(struct kvk_evict_queue *queue, uint32_t 
 uint64_t kvk_evict_queue_bytes(const struct kvk_evict_queue *queue)
 {
     uint64_t page_bytes = PAGE_BLOCKS * sizeof(uint32_t) + KVK_ALLOCATION_OVERHEAD;
-    uint32_t list_count = KVK_EVICT_LIST_COUNT / list_step(queue->evict);
+    uint32_t list_count = heap_count(queue->evict);
     uint64_t directories = (1 + list_count) * sizeof(uint32_t *);
     return queue->page_count * page_bytes + queue->page_count_max * directories;
 }
@@ -375,27 +423,33 @@ void kvk_evict_queue_add(struct kvk_evict_queue *queue, uint32_t block)
     KVK_ASSERT(added->queue == NULL);
     KVK_ASSERT(added->use_count > 0);
     KVK_ASSERT(kvk_block_is_whole(added));
-    struct kvk_evict_heap *heap = &queue->heaps[added->queue_class];
+    struct kvk_evict_heap *heap = &queue->heaps[list_of_block(added)];
     if (heap->count % PAGE_BLOCKS == 0) {
         KVK_ASSERT(queue->free_page_count > 0);
         heap->pages[heap->count / PAGE_BLOCKS] = queue->free_pages[--queue->free_page_count];
     }
     added->queue = queue;
-    added->queue_tier = (uint8_t)queue->tier;
     heap->count++;
-    heap_rise(queue, heap, heap->count - 1, block, added->order);
+    heap_rise(queue, heap, heap->count - 1, block, key_of(added, is_hint_heap(queue, heap)));
+    if (added->hint == KVK_EVICT_HINT_LAST && queue->share != NULL) {
+        queue->share->kept_bytes += queue->block_bytes;
+    }
 }
 
 void kvk_evict_queue_remove(struct kvk_evict_queue *queue, uint32_t block)
 {
     struct kvk_block *removed = kvk_index_block(queue->evict->index, block);
     KVK_ASSERT(removed->queue == queue);
-    struct kvk_evict_heap *heap = &queue->heaps[removed->queue_class];
+    struct kvk_evict_heap *heap = &queue->heaps[list_of_block(removed)];
     uint32_t place = removed->queue_index;
     KVK_ASSERT(place < heap->count);
     KVK_ASSERT(*heap_entry(heap, place) == block);
     removed->queue = NULL;
     removed->queue_index = UINT32_MAX;
+    if (removed->hint == KVK_EVICT_HINT_LAST && queue->share != NULL) {
+        KVK_ASSERT(queue->share->kept_bytes >= queue->block_bytes);
+        queue->share->kept_bytes -= queue->block_bytes;
+    }
 
     heap->count--;
     uint32_t last = *heap_entry(heap, heap->count);
@@ -405,16 +459,94 @@ void kvk_evict_queue_remove(struct kvk_evict_queue *queue, uint32_t block)
     if (last == block) {
         return;
     }
-    uint64_t order = kvk_block_at(queue->evict->index, last)->order;
-    if (place > 0 && heap_block(queue, heap, (place - 1) / 2)->order > order) {
+    bool hinted = is_hint_heap(queue, heap);
+    uint64_t order = key_of(kvk_block_at(queue->evict->index, last), hinted);
+    if (place > 0 && key_of(heap_block(queue, heap, (place - 1) / 2), hinted) > order) {
         heap_rise(queue, heap, place, last, order);
     } else {
         heap_sink(queue, heap, place, last, order);
     }
 }
 
+/* ---- Hints ---- */
+
+/* Beyond every score that is learned, and every order. */
+#define HINT_SCORE 1e25
+#define HINTS_ENDED_MAX 8 /* by one peek, of each kind */
+
+static uint32_t hint_time(uint64_t ns)
+{
+    uint64_t time = (ns + KVK_EVICT_HINT_NS - 1) / KVK_EVICT_HINT_NS;
+    return time < UINT32_MAX ? (uint32_t)time : UINT32_MAX;
+}
+
+static bool hint_is_over(const struct kvk_block *block, uint64_t now_ns)
+{
+    return block->hint_until <= now_ns / KVK_EVICT_HINT_NS;
+}
+
+/* Out of its queue, with its hint changed, and in again. */
+static void hint_set(struct kvk_evict *evict, struct kvk_block *block,
+                     enum kvk_evict_hint_kind kind, uint32_t until)
+{
+    struct kvk_evict_queue *queue = block->queue;
+    uint32_t id = KVK_BLOCK_NONE;
+    (void)evict;
+    if (queue != NULL) {
+        id = *heap_entry(&queue->heaps[list_of_block(block)], block->queue_index);
+        kvk_evict_queue_remove(queue, id);
+    }
+    block->hint = (uint8_t)kind;
+    block->hint_until = kind == KVK_EVICT_HINT_NONE ? 0 : until;
+    if (queue != NULL) {
+        kvk_evict_queue_add(queue, id);
+    }
+}
+
+void kvk_evict_hint(struct kvk_evict *evict, struct kvk_block *block, enum kvk_evict_hint_kind kind,
+                    uint64_t until_ns)
+{
+    KVK_ASSERT(block->use_count > 0);
+    hint_set(evict, block, kind, hint_time(until_ns));
+}
+
+/* Hints whose time is over end, a few at a time: whoever has one is no victim by it any more. */
+static void hints_end(struct kvk_evict_queue *queue, uint64_t now_ns)
+{
+    for (uint32_t list = KVK_EVICT_LIST_COUNT; list < KVK_EVICT_HEAP_COUNT; list++) {
+        const struct kvk_evict_heap *heap = &queue->heaps[list];
+        for (int i = 0; i < HINTS_ENDED_MAX && heap->count > 0; i++) {
+            struct kvk_block *block = heap_block(queue, heap, 0);
+            if (!hint_is_over(block, now_ns)) {
+                break;
+            }
+            hint_set(queue->evict, block, KVK_EVICT_HINT_NONE, 0);
+        }
+    }
+}
+
+static bool keeps_too_much(const struct kvk_evict_queue *queue)
+{
+    return queue->share != NULL && queue->share->kept_bytes > queue->share->limit_bytes;
+}
+
 double kvk_evict_score(const struct kvk_evict_queue *queue, const struct kvk_block *block,
                        uint64_t now_ns)
+{
+    double score = kvk_evict_plain_score(queue, block, now_ns);
+    if (block->hint == KVK_EVICT_HINT_NONE || hint_is_over(block, now_ns)) {
+        return score;
+    }
+    if (block->hint == KVK_EVICT_HINT_FIRST) {
+        return score - HINT_SCORE;
+    }
+    return keeps_too_much(queue) ? score : score + HINT_SCORE;
+}
+
+/* ---- Victims ---- */
+
+double kvk_evict_plain_score(const struct kvk_evict_queue *queue, const struct kvk_block *block,
+                             uint64_t now_ns)
 {
     const struct kvk_evict *evict = queue->evict;
     if (evict->policy == KVK_EVICT_LRU) {
@@ -433,9 +565,10 @@ double kvk_evict_score(const struct kvk_evict_queue *queue, const struct kvk_blo
 uint32_t kvk_evict_queue_peek(struct kvk_evict_queue *queue, uint64_t now_ns, double *score)
 {
     refresh_when_due(queue->evict, now_ns);
+    hints_end(queue, now_ns);
     uint32_t victim = KVK_BLOCK_NONE;
     double least = 0;
-    for (uint32_t list = 0; list < KVK_EVICT_LIST_COUNT; list += list_step(queue->evict)) {
+    for (uint32_t list = 0; list < KVK_EVICT_HEAP_COUNT; list += step_from(queue->evict, list)) {
         const struct kvk_evict_heap *heap = &queue->heaps[list];
         if (heap->count == 0) {
             continue;
@@ -456,4 +589,23 @@ uint32_t kvk_evict_queue_peek(struct kvk_evict_queue *queue, uint64_t now_ns, do
         __builtin_prefetch(kvk_keymap_head(queue->evict->index, key), 1);
     }
     return victim;
+}
+
+uint32_t kvk_evict_queue_oldest(const struct kvk_evict_queue *queue, uint64_t *used_ns)
+{
+    uint32_t oldest = KVK_BLOCK_NONE;
+    *used_ns = 0;
+    for (uint32_t list = 0; list < KVK_EVICT_HEAP_COUNT; list += step_from(queue->evict, list)) {
+        const struct kvk_evict_heap *heap = &queue->heaps[list];
+        if (heap->count == 0) {
+            continue;
+        }
+        /* Lists by order have their oldest on top; those by hint are looked at from their top. */
+        uint64_t top_ns = heap_block(queue, heap, 0)->used_ns;
+        if (oldest == KVK_BLOCK_NONE || top_ns < *used_ns) {
+            oldest = *heap_entry(heap, 0);
+            *used_ns = top_ns;
+        }
+    }
+    return oldest;
 }
