@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "base/assert.h"
+#include "daemon/sidecar.h"
 
 /* ---- What a block is counted as, in block.flags ---- */
 
@@ -297,10 +298,11 @@ static void slot_return(struct kvk_cache *cache, struct kvk_group *group, enum k
     struct kvk_group_tier *at = &group->tiers[tier];
     struct kvk_tier_state *state = &cache->tiers[tier];
     uint64_t bytes = at->arena.slot_bytes;
-    if (tier < KVK_MEMORY_TIER_COUNT) {
+    if (tier < KVK_MEMORY_TIER_COUNT && !cache->leaving) {
         uint32_t *generation = (uint32_t *)(void *)at->generations.address + slot;
         (void)__atomic_add_fetch(generation, 1, __ATOMIC_RELEASE);
     }
+    kvk_sidecar_slot_freed(group, tier, slot);
     kvk_arena_give(&at->arena, slot);
     kvk_usage_advance(cache, group->space->tenant, tier);
     bytes_sub(&at->used_bytes, bytes);
@@ -350,6 +352,7 @@ uint32_t kvk_slot_take(struct kvk_cache *cache, struct kvk_group *group, enum kv
         slot = kvk_arena_take(&at->arena);
     }
     if (slot != KVK_SLOT_NONE) {
+        kvk_sidecar_slot_granted(group, tier, slot);
         loose_begin(cache, group, tier, slot);
     }
     return slot;
@@ -358,12 +361,19 @@ uint32_t kvk_slot_take(struct kvk_cache *cache, struct kvk_group *group, enum kv
 enum kvk_status kvk_slot_take_at(struct kvk_cache *cache, struct kvk_group *group,
                                  enum kvk_tier tier, uint32_t slot)
 {
+    uint64_t bytes = group->tiers[tier].arena.slot_bytes;
+    if (kvk_quota_is_full(cache, group->space->tenant, tier, bytes)) {
+        return KVK_EXHAUSTED;
+    }
+    return kvk_slot_keep_at(cache, group, tier, slot);
+}
+
+enum kvk_status kvk_slot_keep_at(struct kvk_cache *cache, struct kvk_group *group,
+                                 enum kvk_tier tier, uint32_t slot)
+{
     KVK_ASSERT(kvk_lock_held(&cache->lock));
     struct kvk_group_tier *at = &group->tiers[tier];
     KVK_ASSERT(at->present);
-    if (kvk_quota_is_full(cache, group->space->tenant, tier, at->arena.slot_bytes)) {
-        return KVK_EXHAUSTED;
-    }
     enum kvk_status status = kvk_arena_take_at(&at->arena, slot);
     if (status != KVK_OK) {
         return status;
@@ -436,6 +446,7 @@ static void tiers_set(struct kvk_cache *cache, struct kvk_group *group, uint32_t
         }
     }
     parent_update(cache, kvk_index_set_tiers(cache->index, id, mask));
+    kvk_sidecar_block_changed(cache, group, id);
 }
 
 static bool is_needless(const struct kvk_block *block)
@@ -450,6 +461,7 @@ static uint32_t block_erase(struct kvk_cache *cache, struct kvk_group *group, ui
     KVK_ASSERT(block->state == KVK_BLOCK_FREE);
     KVK_ASSERT(block->queue == NULL);
     count_as(cache, group, block, KVK_BLOCK_FREE);
+    kvk_sidecar_block_leaves(cache, group, id);
     uint32_t parent = is_indexed(block) ? kvk_index_remove(cache->index, id) : KVK_BLOCK_NONE;
     kvk_disk_block_gone(cache, id);
     kvk_index_block_free(cache->index, id);
@@ -711,6 +723,7 @@ void kvk_block_unindex(struct kvk_cache *cache, uint32_t id)
     KVK_ASSERT(block->hold_count > 0);
     kvk_gone_note(cache, id, first_tier(block), 0, KVK_GONE_INVALIDATED);
     queue_leave(block, id);
+    kvk_sidecar_block_leaves(cache, kvk_group_of(cache, block), id);
     uint32_t parent = kvk_index_remove(cache->index, id);
     parent_lost_child(cache, kvk_group_of(cache, block), parent);
     kvk_block_settle(cache, id);
@@ -743,6 +756,18 @@ void kvk_block_attach(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier, 
     kvk_block_settle(cache, id);
 }
 
+void kvk_block_put_back(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier, uint32_t slot,
+                        const uint64_t *checksums)
+{
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    struct kvk_group *group = kvk_group_of(cache, block);
+    KVK_ASSERT(kvk_block_is_whole(block) && is_indexed(block));
+    slot_own(cache, group, tier, slot, id);
+    memcpy(group->tiers[tier].checksums + (size_t)slot * group->shard_count, checksums,
+           group->shard_count * sizeof(*checksums));
+    tiers_set(cache, group, id, (uint8_t)(block->tier_mask | 1U << tier));
+}
+
 void kvk_block_relocate(struct kvk_cache *cache, uint32_t id, enum kvk_tier target, uint32_t slot)
 {
     struct kvk_block *block = kvk_index_block(cache->index, id);
@@ -769,6 +794,7 @@ void kvk_block_reslot(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier, 
     slot_own(cache, group, tier, slot, id);
     memcpy(kvk_block_checksums(cache, block, tier), checksums,
            group->shard_count * sizeof(*checksums));
+    kvk_sidecar_block_changed(cache, group, id);
     kvk_block_settle(cache, id);
 }
 

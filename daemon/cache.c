@@ -8,12 +8,15 @@
 #include "base/log.h"
 #include "base/random.h"
 #include "daemon/cache_internal.h"
+#include "daemon/kept.h"
+#include "daemon/sidecar.h"
 #include "daemon/persist.h"
 #include "daemon/scrub.h"
 
 #define TICK_NS (50 * KVK_NS_PER_MS) /* between rounds of maintenance */
 #define STALL_NS KVK_NS_PER_SECOND   /* a gap beyond which the daemon itself stood still */
 #define PURGE_IDS 4096               /* that one round looks at */
+#define SYNC_IDS 4096                /* blocks whose uses one round writes down */
 #define STRAY_GROUPS 4               /* so many groups' memory is measured in one round */
 #define PAGE_BYTES UINT64_C(4096)    /* memory is backed and punched by pages */
 #define GHOST_BLOCKS 1024            /* until a space says how large blocks are */
@@ -284,6 +287,7 @@ static void memory_free(struct kvk_cache *cache)
     }
     free(cache->tenant_states);
     free(cache->groups);
+    kvk_kept_destroy(cache);
     for (int i = 0; i < 2; i++) {
         if (cache->devices[i] != NULL) {
             cache->devices[i]->ops->close(cache->devices[i]);
@@ -295,14 +299,19 @@ static void memory_free(struct kvk_cache *cache)
     free(cache);
 }
 
+void kvk_cache_quiesce(struct kvk_cache *cache)
+{
+    kvk_scrub_destroy(cache);
+    maintenance_stop(cache);
+    kvk_disk_tier_stop(cache);
+}
+
 void kvk_cache_destroy(struct kvk_cache *cache)
 {
     if (cache == NULL) {
         return;
     }
-    kvk_scrub_destroy(cache);
-    maintenance_stop(cache);
-    kvk_disk_tier_stop(cache);
+    kvk_cache_quiesce(cache);
     if (cache->mover != NULL) { /* made last: all else is there too */
         kvk_sessions_end_all_unlocked(cache);
         blocks_forget(cache);
@@ -466,6 +475,9 @@ void kvk_cache_maintain(struct kvk_cache *cache)
     kvk_persist_maintain_drops(cache);
     gap_note(cache);
     kvk_usage_maintain_drops(cache);
+    kvk_sidecar_sync_slice(cache, SYNC_IDS);
+    kvk_sidecar_tidy_drops(cache);
+    gap_note(cache);
     kvk_unlock(&cache->lock);
 }
 

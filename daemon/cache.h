@@ -57,6 +57,9 @@ struct kvk_cache_options {
 
 KVK_CHECKED enum kvk_status kvk_cache_create(const struct kvk_cache_options *options,
                                              struct kvk_cache **cache, struct kvk_error *error);
+/* Nothing runs in the background any more: no bytes move, nothing is evicted. Once, or again by
+ * kvk_cache_destroy(). */
+void kvk_cache_quiesce(struct kvk_cache *cache);
 /* Ends all instances first. No call may be under way. */
 void kvk_cache_destroy(struct kvk_cache *cache);
 

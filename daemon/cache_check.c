@@ -119,8 +119,7 @@ static void walk_session(struct check *check, const struct kvk_session *session)
         const struct kvk_block *block = kvk_index_block(check->cache->index, id);
         struct found *found = found_of(check, id);
         KVK_ASSERT(is_unsealed(block));
-        KVK_ASSERT(!found->quarantined);
-        found->quarantined = true;
+        found->quarantined = true; /* several may wait for their processes */
         found->holds++;
         found->pins[kvk_block_tier(block)]++;
     }

@@ -33,6 +33,7 @@
 #include "daemon/mover.h"
 #include "daemon/quota.h"
 #include "daemon/report.h"
+#include "daemon/restore.h"
 #include "daemon/sequence.h"
 #include "daemon/session.h"
 #include "daemon/space.h"
@@ -71,6 +72,7 @@ struct kvk_group_tier {
     uint64_t used_bytes;         /* = arena.used_count x arena.slot_bytes */
     uint64_t stray_bytes;        /* as last looked at */
     uint64_t stray_told_bytes;   /* the most that was logged */
+    bool adopted; /* its files are of before, and what is in them has not come back yet: see warm.c */
 };
 
 struct kvk_group {
@@ -85,6 +87,7 @@ struct kvk_group {
     struct kvk_group_tier tiers[KVK_TIER_COUNT];
     struct kvk_disk_group *disk; /* what disk_*.c keep beside tiers[KVK_TIER_DISK]; NULL: no disk
                                     tier. Ours */
+    struct kvk_sidecar *sidecar; /* sidecar.h; NULL: its memory does not outlive the daemon. Ours */
     uint64_t state_counts[KVK_BLOCK_STATE_COUNT]; /* FREE is not counted */
     uint64_t tier_blocks[KVK_TIER_COUNT];         /* whole copies */
 };
@@ -274,6 +277,7 @@ struct kvk_session {
     int32_t pid;
     uint32_t uid;
     int pidfd; /* ours; -1 */
+    uint64_t process_start; /* of the process: with pid, its name for ever; 0: not known */
     uint8_t side_token[KVK_TOKEN_SIZE];
     uint64_t side_token_until_ns;
     struct kvk_mapping *mappings;
@@ -390,6 +394,8 @@ struct kvk_cache_stats {
     uint64_t disk_refused_blocks;  /* and records that were not */
     uint64_t spaces_restored, space_records_refused; /* at the start */
     uint64_t space_record_failures;                  /* to write or remove one */
+    uint64_t unkept_blocks; /* times that a block found no place in its sidecar */
+    uint64_t torn_records;  /* of sidecars, at the start */
     uint64_t lookup_ns, saved_ns; /* what look-ups cost against what hits saved (estimate) */
 };
 
@@ -422,6 +428,16 @@ struct kvk_cache {
     struct kvk_catalogue *catalogue; /* borrowed, as the next two; NULL: none */
     struct kvk_disk *disk;
     struct kvk_keeper *keeper;
+    struct kvk_kept *kept;      /* kept.h; NULL: there is no keeper. Ours */
+    uint32_t *records;          /* [config.blocks] entry of the block's sidecar + 1; 0: none. Zero
+                                   pages; NULL without a keeper. Ours */
+    uint32_t record_next;       /* id whose use is written down next */
+    uint32_t record_group_next; /* group whose sidecar is looked after next */
+    bool leaving;               /* what is kept is no longer freed: the next daemon shall have it */
+    struct kvk_restore_counts restored; /* at the start */
+    uint32_t aside_sessions; /* of processes of before, that were promised room at the start */
+    uint32_t aside_blocks;
+    uint64_t aside_bytes[KVK_MEMORY_TIER_COUNT];
     bool threads;      /* as the options say */
     bool persist_busy; /* somebody changes what is recorded of spaces, without the lock, now */
     uint64_t persist_retry_ns; /* not before: a space could not be recorded */
@@ -594,6 +610,11 @@ void kvk_block_fill(struct kvk_cache *cache, uint32_t winner, uint32_t block);
  * alone: the winner gets our copy in memory, with its hold and pins; `ours` is gone. */
 void kvk_block_adopt(struct kvk_cache *cache, uint32_t winner, uint32_t ours);
 
+/* For restore.c: the loose slot is a whole copy of the block, with these checksums [shard_count].
+ * Nothing is settled: the caller holds the block, and releases it when all is there. */
+void kvk_block_put_back(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier, uint32_t slot,
+                        const uint64_t *checksums);
+
 /* A new block of the group with `slot`, RESERVED: one hold and one pin, the caller's.
  * KVK_BLOCK_NONE: config.blocks are known already. */
 uint32_t kvk_block_create(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
@@ -620,6 +641,9 @@ void kvk_slot_give(struct kvk_cache *cache, struct kvk_group *group, enum kvk_ti
  * of the file, is there. KVK_EXISTS, KVK_EXHAUSTED, KVK_INVALID as kvk_arena_take_at();
  * KVK_EXHAUSTED also where there is no memory for the queues. */
 KVK_CHECKED enum kvk_status kvk_slot_take_at(struct kvk_cache *cache, struct kvk_group *group,
+                                             enum kvk_tier tier, uint32_t slot);
+/* The same whatever its tenant's limit is: for what must be kept out of use. */
+KVK_CHECKED enum kvk_status kvk_slot_keep_at(struct kvk_cache *cache, struct kvk_group *group,
                                              enum kvk_tier tier, uint32_t slot);
 
 /* A slot of the disk that left its block is free again: its record's removal is committed. */

@@ -49,6 +49,14 @@ enum kvk_client_certificates {
     KVK_CLIENT_CERTIFICATES_REQUIRE = 2,
 };
 
+/* [durable] keeper: who holds memory while no daemon runs. */
+enum kvk_config_keeper {
+    KVK_CONFIG_KEEPER_AUTO = 0, /* systemd where it offers to, else a process of ours */
+    KVK_CONFIG_KEEPER_NO,
+    KVK_CONFIG_KEEPER_PROCESS,
+    KVK_CONFIG_KEEPER_SYSTEMD,
+};
+
 struct kvk_config {
     /* [server] */
     char unix_path[KVK_PATH_SIZE];
@@ -88,6 +96,8 @@ struct kvk_config {
     uint32_t attend_threads; /* 0: as many as processors */
     uint32_t copy_queue;     /* jobs that may wait */
     bool huge_pages;
+    bool interleave_memory;
+    bool lock_memory;
 
     /* [cache] */
     enum kvk_evict_policy policy;
@@ -105,6 +115,9 @@ struct kvk_config {
     uint32_t disk_read_ahead; /* blocks that may wait to be read before anybody asks; 0: none */
     uint64_t scrub_bytes_per_second; /* 0: nothing is scrubbed */
     uint64_t scrub_interval_ms;      /* from the beginning of one pass to that of the next */
+    enum kvk_config_keeper keeper;
+    uint64_t keeper_hold_ms;
+    char keeper_socket[KVK_PATH_SIZE]; /* "": unix_path with ".keeper" behind it */
 
     /* [limits] */
     uint32_t spaces;

@@ -231,6 +231,18 @@ static const struct kvk_option_field tiers_fields[] = {
      AT(huge_pages),
      .fallback = "yes",
      .help = "Ask the system for huge pages; where it has none, small ones do."},
+    {.name = "interleave_memory",
+     .kind = KVK_OPTION_BOOL,
+     AT(interleave_memory),
+     .fallback = "no",
+     .help = "Spread the tiers' pages over all NUMA nodes that have memory. Without it a page lies "
+             "on the node of the thread that backs it: run kvkeepd on the node of its workers."},
+    {.name = "lock_memory",
+     .kind = KVK_OPTION_BOOL,
+     AT(lock_memory),
+     .fallback = "no",
+     .help = "Lock the tiers' memory, so that it is never paged out. RLIMIT_MEMLOCK must allow it; "
+             "room that cannot be locked is refused."},
 };
 
 static const char *const policies[] = {"lru", "rp-cost", NULL};
@@ -260,6 +272,11 @@ static const struct kvk_option_field cache_fields[] = {
      .help = "Evicted keys that rp-cost remembers, per block of capacity."},
 };
 
+static const char *const keepers[] = {"auto", "no", "process", "systemd", NULL};
+_Static_assert(KVK_CONFIG_KEEPER_AUTO == 0 && KVK_CONFIG_KEEPER_NO == 1 &&
+                   KVK_CONFIG_KEEPER_PROCESS == 2 && KVK_CONFIG_KEEPER_SYSTEMD == 3,
+               "the order of the words");
+
 static const struct kvk_option_field durable_fields[] = {
     {.name = "folder",
      .kind = KVK_OPTION_TEXT,
@@ -283,8 +300,9 @@ static const struct kvk_option_field durable_fields[] = {
      AT(disk_bytes),
      .fallback = "0",
      .maximum = 1024 * TIB,
-     .help = "The most that blocks on disk take, alignment included; never passed. 0: no disk tier. "
-             "A block's copy there survives restarts and power cuts."},
+     .help =
+         "The most that blocks on disk take, alignment included; never passed. 0: no disk tier. "
+         "A block's copy there survives restarts and power cuts."},
     {.name = "disk_direct",
      .kind = KVK_OPTION_BOOL,
      AT(disk_direct),
@@ -308,9 +326,10 @@ static const struct kvk_option_field durable_fields[] = {
      .fallback = "2",
      .minimum = 1,
      .maximum = 1000,
-     .help = "A block is written to disk when it is used for the so-manieth time, its sealing being "
-             "the first: most blocks are never asked for again, and wear the disk for nothing. 1: "
-             "every block is written."},
+     .help =
+         "A block is written to disk when it is used for the so-manieth time, its sealing being "
+         "the first: most blocks are never asked for again, and wear the disk for nothing. 1: "
+         "every block is written."},
     {.name = "disk_read_ahead",
      .kind = KVK_OPTION_COUNT,
      AT(disk_read_ahead),
@@ -319,6 +338,28 @@ static const struct kvk_option_field durable_fields[] = {
      .help = "Blocks that may wait to be read from disk before anybody asks for them, because a "
              "prompt that was looked up goes on there. They take only free room, or that of blocks "
              "that are on disk too. 0: nothing is read ahead."},
+    {.name = "keeper",
+     .kind = KVK_OPTION_CHOICE,
+     AT(keeper),
+     .fallback = "auto",
+     .choices = keepers,
+     .help = "Who holds the memory of both tiers while no daemon runs, so that the next one starts "
+             "warm: systemd's descriptor store (FileDescriptorStoreMax= of the service), a small "
+             "process of kvkeepd's own, or nobody. auto: the store where there is one, else the "
+             "process. Needs a folder."},
+    {.name = "keeper_hold_ms",
+     .kind = KVK_OPTION_DURATION,
+     AT(keeper_hold_ms),
+     .fallback = "10 min",
+     .minimum = 100,
+     .maximum = 24 * HOUR,
+     .help = "How long the process holds on without a daemon; then the memory is free. kvkeepd "
+             "--forget frees it at once."},
+    {.name = "keeper_socket",
+     .kind = KVK_OPTION_TEXT,
+     AT(keeper_socket),
+     .fallback = "",
+     .help = "The process's unix socket. Empty: unix_path with .keeper behind it."},
     {.name = "scrub_bytes_per_second",
      .kind = KVK_OPTION_SIZE,
      AT(scrub_bytes_per_second),

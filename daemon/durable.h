@@ -24,6 +24,11 @@ struct kvk_durable {
 KVK_CHECKED enum kvk_status kvk_durable_open(const struct kvk_config *config,
                                              struct kvk_durable *durable, struct kvk_error *error);
 
+/* Let whoever keeps memory for the next daemon go, and the memory with it. KVK_EXISTS: a daemon uses
+ * it now. */
+KVK_CHECKED enum kvk_status kvk_durable_forget(const struct kvk_config *config,
+                                               struct kvk_error *error);
+
 /* After kvk_cache_create(), before anybody is served: what was recorded is in the cache again. A
  * record that is damaged or belongs to nobody is counted and left out; it never stops the start. */
 KVK_CHECKED enum kvk_status kvk_durable_start(struct kvk_cache *cache, struct kvk_error *error);

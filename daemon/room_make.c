@@ -3,6 +3,7 @@
  * slabs and punching them out. One bounded step a call, without the lock while bytes move.
  */
 #include "daemon/room_internal.h"
+#include "daemon/sidecar.h"
 
 #include <stdlib.h>
 
@@ -42,6 +43,9 @@ static enum kvk_status back_drops(struct kvk_cache *cache, struct kvk_group *gro
     if (status == KVK_OK) {
         status = memory->ops->back(memory, &at->generations, first * sizeof(uint32_t),
                                    slots * sizeof(uint32_t), error);
+    }
+    if (status == KVK_OK) {
+        status = kvk_sidecar_back_unlocked(cache, group, tier, (uint32_t)first, slots, error);
     }
     kvk_lock(&cache->lock);
     at->backing_count--;

@@ -65,7 +65,10 @@ static void quarantine_pop(struct kvk_cache *cache, struct kvk_session *session)
     uint32_t block = session->quarantine[session->quarantine_count];
     enum kvk_tier tier = kvk_block_tier(kvk_index_block(cache->index, block));
 
-    kvk_block_set_quarantined(cache, block, false);
+    /* Several processes may be waited for: see warm.c. The last one frees it. */
+    if (kvk_index_block(cache->index, block)->hold_count == 1) {
+        kvk_block_set_quarantined(cache, block, false);
+    }
     kvk_block_unpin(cache, block, tier);
     kvk_block_release(cache, block, false);
 }

@@ -3,6 +3,7 @@
  * fetch the descriptors, and the side connection that they go over.
  */
 #include "daemon/session_internal.h"
+#include "daemon/sidecar.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -28,11 +29,15 @@ static void mapping_link(struct kvk_session *session, struct kvk_mapping *mappin
 }
 
 /* Move a mapping from its session to `list`, or leave it to its last user. */
-static void mapping_detach(struct kvk_mapping **at, struct kvk_mapping **list)
+static void mapping_detach(struct kvk_session *session, struct kvk_mapping **at,
+                           struct kvk_mapping **list)
 {
     struct kvk_mapping *mapping = *at;
 
     *at = mapping->next;
+    if (mapping->group != NULL && mapping->taken && mapping->writable) {
+        kvk_sidecar_process_remove(mapping->group, session);
+    }
     if (mapping->group != NULL) {
         KVK_ASSERT(mapping->group->space->reference_count > 0);
         mapping->group->space->reference_count--;
@@ -57,7 +62,7 @@ struct kvk_mapping *kvk_session_mappings_detach(struct kvk_session *session, boo
         if (!all && (*at)->kind == KVK_MAP_SLOTS && (*at)->taken) {
             at = &(*at)->next;
         } else {
-            mapping_detach(at, &list);
+            mapping_detach(session, at, &list);
         }
     }
     return list;
@@ -70,7 +75,7 @@ struct kvk_mapping *kvk_session_mappings_expire(struct kvk_session *session, uin
 
     while (*at != NULL) {
         if (!(*at)->taken && (*at)->users == 0 && now_ns >= (*at)->token_until_ns) {
-            mapping_detach(at, &list);
+            mapping_detach(session, at, &list);
         } else {
             at = &(*at)->next;
         }
@@ -441,8 +446,15 @@ enum kvk_status kvk_side_take(struct kvk_cache *cache, uint64_t session_id,
     if (session != NULL && session->connected && session->side_bound && session->instance != NULL &&
         !session->instance->ending) {
         struct kvk_mapping *mapping = find_map_token(session, kvk_clock_now(cache->clock), token);
+        /* Written down before it goes out: who may write is known after a crash too. */
+        bool noted = mapping != NULL && (mapping->group == NULL || !mapping->writable ||
+                                         kvk_sidecar_process_add(mapping->group, mapping->tier,
+                                                                 session));
         if (mapping != NULL) {
-            status = dup_descriptors(mapping, fds);
+            status = noted ? dup_descriptors(mapping, fds) : KVK_EXHAUSTED;
+        }
+        if (status != KVK_OK && noted && mapping->group != NULL && mapping->writable) {
+            kvk_sidecar_process_remove(mapping->group, session);
         }
         if (status == KVK_OK) {
             writable = mapping->writable;

@@ -9,7 +9,11 @@
 
 #include "base/assert.h"
 #include "base/bytes.h"
+#include "base/log.h"
+#include "daemon/kept.h"
+#include "daemon/sidecar.h"
 #include "daemon/space_internal.h"
+#include "daemon/warm.h"
 
 /* A first block's cost per byte where a space does not say what prefilling costs: that of a model
  * of eight billion parameters, so that it competes on equal terms with those that do. */
@@ -66,22 +70,99 @@ void kvk_space_weigh(struct kvk_space *space)
     }
 }
 
+static struct kvk_kept_name slots_name(const struct kvk_group *group, enum kvk_tier tier,
+                                       uint32_t shard)
+{
+    return (struct kvk_kept_name){.kind = KVK_KEPT_SLOTS,
+                                  .space_id = group->space->id,
+                                  .group = group->index,
+                                  .tier = (uint32_t)tier,
+                                  .shard = shard};
+}
+
+static struct kvk_kept_name generations_name(const struct kvk_group *group, enum kvk_tier tier)
+{
+    return (struct kvk_kept_name){.kind = KVK_KEPT_GENERATIONS,
+                                  .space_id = group->space->id,
+                                  .group = group->index,
+                                  .tier = (uint32_t)tier};
+}
+
+/* Is every file of the tier there that a daemon before made, and large enough for it now? */
+static bool regions_are_kept(const struct kvk_cache *cache, const struct kvk_group *group,
+                             enum kvk_tier tier, uint64_t slots)
+{
+    const struct kvk_kept_name generations = generations_name(group, tier);
+    bool kept =
+        group->sidecar != NULL && kvk_kept_has(cache, &generations, slots * sizeof(uint32_t));
+    for (uint32_t shard = 0; kept && shard < group->shard_count; shard++) {
+        const struct kvk_kept_name name = slots_name(group, tier, shard);
+        kept = kvk_kept_has(cache, &name, slots * group->shard_bytes[shard]);
+    }
+    return kept;
+}
+
+/* All of them are adopted, or none: then those that were are freed again. */
+static enum kvk_status regions_adopt(struct kvk_cache *cache, struct kvk_group *group,
+                                     enum kvk_tier tier, uint64_t slots, struct kvk_error *error)
+{
+    struct kvk_group_tier *at = &group->tiers[tier];
+    struct kvk_device *device = cache->tiers[tier].device;
+    const struct kvk_kept_name generations = generations_name(group, tier);
+    enum kvk_status status = kvk_kept_adopt(cache, cache->memory, &generations,
+                                            slots * sizeof(uint32_t), &at->generations, error);
+    for (uint32_t shard = 0; status == KVK_OK && shard < group->shard_count; shard++) {
+        const struct kvk_kept_name name = slots_name(group, tier, shard);
+        status = kvk_kept_adopt(cache, device, &name, slots * group->shard_bytes[shard],
+                                &at->regions[shard], error);
+    }
+    return status;
+}
+
+static void regions_free(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier)
+{
+    struct kvk_group_tier *at = &group->tiers[tier];
+    const struct kvk_kept_name generations = generations_name(group, tier);
+    for (uint32_t shard = 0; shard < group->shard_count; shard++) {
+        const struct kvk_kept_name name = slots_name(group, tier, shard);
+        kvk_kept_free(cache, cache->tiers[tier].device, &name, &at->regions[shard]);
+    }
+    kvk_kept_free(cache, cache->memory, &generations, &at->generations);
+}
+
 static enum kvk_status regions_create(struct kvk_cache *cache, struct kvk_group *group,
                                       enum kvk_tier tier, struct kvk_error *error)
 {
-    static const char *const names[KVK_MEMORY_TIER_COUNT] = {"kvkeep-device", "kvkeep-host"};
+    static const char *const labels[KVK_MEMORY_TIER_COUNT] = {"kvkeep-device", "kvkeep-host"};
     struct kvk_group_tier *at = &group->tiers[tier];
     struct kvk_device *device = cache->tiers[tier].device;
     uint64_t slots = kvk_arena_slot_capacity(&at->arena);
+    const struct kvk_kept_name generations = generations_name(group, tier);
+    if (regions_are_kept(cache, group, tier, slots)) {
+        if (regions_adopt(cache, group, tier, slots, error) == KVK_OK) {
+            at->adopted = true;
+            at->backing_count++; /* what is there has no slab yet, and is no stray: see warm.c */
+            return KVK_OK;
+        }
+        regions_free(cache, group, tier);
+    } else if (group->sidecar != NULL) {
+        kvk_log(KVK_LOG_WARNING, "kept_memory_refused",
+                "space=%llu group=%u tier=%d text=\"files are missing, or smaller than the tier is "
+                "now: it begins cold\"",
+                (unsigned long long)group->space->id, group->index, (int)tier);
+    }
+    kvk_sidecar_tier_reset_unlocked(cache, group, tier);
     for (uint32_t shard = 0; shard < group->shard_count; shard++) {
-        enum kvk_status status = device->ops->alloc(device, slots * group->shard_bytes[shard],
-                                                    names[tier], &at->regions[shard], error);
+        const struct kvk_kept_name name = slots_name(group, tier, shard);
+        enum kvk_status status =
+            kvk_kept_alloc(cache, device, &name, slots * group->shard_bytes[shard], labels[tier],
+                           &at->regions[shard], error);
         if (status != KVK_OK) {
             return status;
         }
     }
-    return cache->memory->ops->alloc(cache->memory, slots * sizeof(uint32_t), "kvkeep-generations",
-                                     &at->generations, error);
+    return kvk_kept_alloc(cache, cache->memory, &generations, slots * sizeof(uint32_t),
+                          "kvkeep-generations", &at->generations, error);
 }
 
 static enum kvk_status tier_create(struct kvk_cache *cache, struct kvk_group *group,
@@ -128,6 +209,26 @@ static enum kvk_status check_presence(const struct kvk_cache *cache, const struc
         (unsigned long long)group->block_bytes, (unsigned long long)limit);
 }
 
+static void tier_destroy(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier);
+
+static enum kvk_status memory_create(struct kvk_cache *cache, struct kvk_group *group,
+                                     struct kvk_error *error)
+{
+    enum kvk_status status = KVK_OK;
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT && status == KVK_OK; i++) {
+        status = tier_create(cache, group, (enum kvk_tier)i, error);
+    }
+    return status;
+}
+
+static void memory_destroy(struct kvk_cache *cache, struct kvk_group *group)
+{
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+        tier_destroy(cache, group, (enum kvk_tier)i);
+    }
+    kvk_sidecar_destroy_unlocked(cache, group);
+}
+
 enum kvk_status kvk_group_create(struct kvk_cache *cache, struct kvk_space *space, uint32_t index,
                                  const struct kvk_geometry *geometry, struct kvk_group **result,
                                  struct kvk_error *error)
@@ -149,9 +250,14 @@ enum kvk_status kvk_group_create(struct kvk_cache *cache, struct kvk_space *spac
     group->windowed = geometry->window > 0;
     space->groups[index] = group;
 
-    enum kvk_status status = KVK_OK;
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT && status == KVK_OK; i++) {
-        status = tier_create(cache, group, (enum kvk_tier)i, error);
+    kvk_sidecar_find_unlocked(cache, group);
+    enum kvk_status status = memory_create(cache, group, error);
+    if (status == KVK_OK && group->sidecar != NULL && !kvk_warm_is_possible(cache, group)) {
+        memory_destroy(cache, group); /* and once more, with files of its own */
+        status = memory_create(cache, group, error);
+    }
+    if (status == KVK_OK) {
+        status = kvk_sidecar_create_unlocked(cache, group, error);
     }
     if (status == KVK_OK) {
         status = check_presence(cache, group, error);
@@ -171,18 +277,10 @@ enum kvk_status kvk_group_create(struct kvk_cache *cache, struct kvk_space *spac
 static void tier_destroy(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier)
 {
     struct kvk_group_tier *at = &group->tiers[tier];
-    struct kvk_device *device = cache->tiers[tier].device;
     if (!at->present) {
         return;
     }
-    for (uint32_t shard = 0; shard < group->shard_count; shard++) {
-        if (at->regions[shard].address != NULL) {
-            device->ops->free(device, &at->regions[shard]);
-        }
-    }
-    if (at->generations.address != NULL) {
-        cache->memory->ops->free(cache->memory, &at->generations);
-    }
+    regions_free(cache, group, tier);
     uint32_t slots = kvk_arena_slot_capacity(&at->arena);
     pages_destroy(at->checksums, checksums_size(group, slots));
     pages_destroy(at->owners, (size_t)slots * sizeof(*at->owners));
@@ -197,6 +295,7 @@ static void tier_destroy(struct kvk_cache *cache, struct kvk_group *group, enum 
     state->pool.charge_bytes -= at->stray_bytes;
     kvk_arena_finish(&at->arena);
     kvk_unlock(&cache->lock);
+    *at = (struct kvk_group_tier){.present = false};
 }
 
 void kvk_group_destroy_unlocked(struct kvk_cache *cache, struct kvk_group *group)
@@ -205,9 +304,7 @@ void kvk_group_destroy_unlocked(struct kvk_cache *cache, struct kvk_group *group
     if (group == NULL) {
         return;
     }
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
-        tier_destroy(cache, group, (enum kvk_tier)i);
-    }
+    memory_destroy(cache, group);
     kvk_disk_group_destroy_unlocked(cache, group);
     free(group);
 }

@@ -1,0 +1,34 @@
+/*
+ * Starting warm: what a keeper held and a disk has is in the cache again before anybody is served;
+ * and leaving so that the next daemon can.
+ *
+ * Processes of before may live on with their mappings. What they had been granted when the daemon
+ * went stays out of use until they are gone: each that lives is a session without a connection,
+ * whose quarantine holds those slots. A process that cannot be watched, or more granted memory than
+ * can be set aside, lets the group begin cold, with files of its own, which nobody has mapped.
+ *
+ * Locking: without the lock, before anybody is served or when nobody is any more.
+ */
+#ifndef KVK_DAEMON_WARM_H
+#define KVK_DAEMON_WARM_H
+
+#include "daemon/cache.h"
+#include "daemon/restore.h"
+
+struct kvk_group;
+
+/* Can everything be set aside that processes of before may still write in the group's memory? Asked
+ * once, when its tiers are there and before it is known; a yes is counted against the pools. */
+KVK_CHECKED bool kvk_warm_is_possible(struct kvk_cache *cache, struct kvk_group *group);
+
+/* After the spaces are open again. Damage is counted and left out; what fails is memory alone. */
+KVK_CHECKED enum kvk_status kvk_warm_start(struct kvk_cache *cache, struct kvk_error *error);
+
+/* What kvk_warm_start() brought back. */
+void kvk_warm_counts(struct kvk_cache *cache, struct kvk_restore_counts *counts);
+
+/* Nothing is recorded any more and nothing kept is freed: the cache is about to be destroyed.
+ * After maintenance has been stopped. */
+void kvk_warm_leave(struct kvk_cache *cache);
+
+#endif
