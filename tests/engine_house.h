@@ -76,9 +76,6 @@ static inline void house_start(struct house *house, const struct house_options *
 
     house->config.device_bytes = options->device_bytes;
     house->config.host_bytes = options->host_bytes;
-    if (options->disk != NULL) {
-        house->config.disk_bytes = options->disk_bytes;
-    }
     kvk_clock_manual_init(&house->manual, 1000 * KVK_NS_PER_SECOND);
     cr_assert_eq(kvk_durable_open(&house->config, &house->durable, &house->error), KVK_OK, "%s",
                  house->error.text);
@@ -86,6 +83,9 @@ static inline void house_start(struct house *house, const struct house_options *
                                                         .catalogue = house->durable.catalogue};
     cr_assert_eq(kvk_tenants_open(&tenants_options, &house->tenants, &house->error), KVK_OK, "%s",
                  house->error.text);
+    if (options->disk != NULL) { /* without a folder, so not before the configuration is checked */
+        house->config.disk_bytes = options->disk_bytes;
+    }
     const struct kvk_cache_options cache_options = {
         .config = &house->config,
         .tenants = house->tenants,
