@@ -68,6 +68,7 @@ static inline void house_init(struct house *house)
     house->config.test_hooks = true;
     house->config.policy = KVK_EVICT_LRU;
     house->config.device_free_percent = 0;
+    house->config.keeper = KVK_CONFIG_KEEPER_NO; /* a test that wants one runs it itself */
 }
 
 static inline void house_start(struct house *house, const struct house_options *options)
