@@ -121,7 +121,7 @@ static bool slabs_complete(struct kvk_group *group)
 }
 
 /* Give back every place without a slab; have extents where one is. */
-static void extents_settle_unlocked(struct kvk_cache *cache, struct kvk_group *group)
+static void extents_settle_unlocked(struct kvk_group *group)
 {
     struct kvk_group_tier *at = &group->tiers[KVK_TIER_DISK];
     struct kvk_disk_file *file = group->disk->file;
@@ -148,7 +148,6 @@ static void extents_settle_unlocked(struct kvk_cache *cache, struct kvk_group *g
         }
         at->places[place] = slots;
     }
-    (void)cache;
 }
 
 static bool is_known(void *context, uint64_t space_id, uint32_t group)
@@ -183,7 +182,7 @@ void kvk_disk_tidy_unlocked(struct kvk_cache *cache)
         }
         kvk_unlock(&cache->lock);
         if (used) {
-            extents_settle_unlocked(cache, group);
+            extents_settle_unlocked(group);
         }
     }
     if (kvk_disk_sweep(cache->disk, is_known, cache, &file_count, &bytes, &error) != KVK_OK) {
@@ -192,4 +191,7 @@ void kvk_disk_tidy_unlocked(struct kvk_cache *cache)
         kvk_log(KVK_LOG_INFO, "disk_swept", "files=%u bytes=%llu", file_count,
                 (unsigned long long)bytes);
     }
+    kvk_lock(&cache->lock);
+    cache->disk_tier->ready = true;
+    kvk_unlock(&cache->lock);
 }

@@ -87,7 +87,8 @@ enum kvk_status kvk_disk_tier_create(struct kvk_cache *cache, struct kvk_error *
         return fail_memory(error);
     }
     kvk_condition_init(&tier->wake);
-    cache->disk_tier = tier; /* from here on destroying undoes what was done */
+    tier->ready = cache->catalogue == NULL; /* else kvk_disk_tidy_unlocked() says so */
+    cache->disk_tier = tier;                /* from here on destroying undoes what was done */
     uint32_t queue =
         config->blocks < KVK_DISK_QUEUE_BLOCKS ? config->blocks : KVK_DISK_QUEUE_BLOCKS;
     if (!bits_init(&tier->queued, config->blocks) || !bits_init(&tier->writing, config->blocks) ||
@@ -329,7 +330,7 @@ bool kvk_disk_round_drops(struct kvk_cache *cache)
 {
     KVK_ASSERT(kvk_lock_held(&cache->lock));
     struct kvk_disk_tier *tier = cache->disk_tier;
-    if (tier == NULL || tier->round_running || tier->stopping) {
+    if (tier == NULL || !tier->ready || tier->round_running || tier->stopping) {
         return false;
     }
     tier->round_running = true;

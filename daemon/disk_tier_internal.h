@@ -43,7 +43,7 @@ struct kvk_disk_tier {
     uint8_t told_state;     /* as it was logged last */
     bool slab_wanted;       /* by a group that has nothing to evict */
     bool closing;           /* what is dropped stays recorded */
-    bool restarting;        /* records are being put back */
+    bool ready;             /* what was recorded is back: rounds may begin */
 
     pthread_t thread;
     pthread_cond_t wake;

@@ -241,6 +241,10 @@ static enum kvk_status file_measure(struct kvk_disk_file *file, const char *name
                         name);
     }
     uint64_t size = (uint64_t)about.st_size;
+    uint64_t most = file->slot_bytes * file->slot_count;
+    if (size > most && ftruncate(file->fd, (off_t)most) == 0) {
+        size = most; /* it was configured larger before: nobody names those slots any more */
+    }
     atomic_store(&file->end, size);
     uint64_t whole = size / file->slot_bytes;
     for (uint64_t slot = 0; slot < whole && slot < file->slot_count; slot++) {
