@@ -29,6 +29,7 @@ struct kvk_cache;
 struct kvk_catalogue;
 struct kvk_disk;
 struct kvk_keeper;
+struct kvk_priority_hint;
 
 /* Who asks, and how long the answer may take. The caller's memory, for the time of the call. */
 struct kvk_caller {
@@ -101,6 +102,8 @@ struct kvk_prompt {
     size_t salt_size;
     const struct kvk_content_span *spans;
     uint32_t span_count;
+    const struct kvk_priority_hint *hints; /* hint.h; of Touch and OpenSequence alone */
+    uint32_t hint_count;
 };
 
 /* ---- Test hooks: KVK_UNSUPPORTED without config.test_hooks ---- */

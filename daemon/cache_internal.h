@@ -27,6 +27,7 @@
 #include "daemon/attention.h"
 #include "daemon/cache.h"
 #include "daemon/disk_tier.h"
+#include "daemon/hint.h"
 #include "daemon/journal.h"
 #include "daemon/lookup.h"
 #include "daemon/mrc.h"
@@ -158,6 +159,8 @@ struct kvk_sequence {
     uint32_t span_count;
     uint8_t *salt;
     size_t salt_size;
+    struct kvk_hint *hints; /* [hint_count] for what it seals, ours */
+    uint32_t hint_count;
     uint64_t length;
     uint64_t committed;
     uint64_t cached;
@@ -327,6 +330,7 @@ struct kvk_tenant_state {
     uint64_t growth_bytes[KVK_TIER_COUNT]; /* and of growth_bytes */
     uint32_t sequences;                    /* open */
     uint32_t leases;
+    struct kvk_evict_share hint_share; /* what hints may keep of its blocks */
     struct kvk_space *spaces;                      /* its own, by space.tenant_next */
     uint32_t group_count;                          /* of them */
     struct kvk_group *limit_group[KVK_TIER_COUNT]; /* whose victims go for its own limit; NULL: all
@@ -794,6 +798,9 @@ KVK_CHECKED enum kvk_status kvk_quota_check_count(const struct kvk_tenant_state 
                                                   struct kvk_error *error);
 /* A bounded part of what a lowered limit and idle times leave to do. Drops the lock. */
 void kvk_quota_maintain_drops(struct kvk_cache *cache);
+/* Drop what was idle for too long: a bounded round. idle.c. */
+void kvk_idle_round(struct kvk_cache *cache);
+
 /* ================= usage.c ================= */
 
 /* The tenant's bytes in the tier are about to change. */

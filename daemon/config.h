@@ -101,8 +101,9 @@ struct kvk_config {
 
     /* [cache] */
     enum kvk_evict_policy policy;
-    bool cost_lists;      /* of rp-cost */
-    uint32_t ghost_ratio; /* evicted keys remembered per block of capacity */
+    bool cost_lists;       /* of rp-cost */
+    uint32_t ghost_ratio;  /* evicted keys remembered per block of capacity */
+    uint32_t hint_percent; /* of what a tenant may use: the most that its hints keep */
 
     /* [durable] */
     char durable_folder[KVK_FOLDER_SIZE]; /* "": nothing outlives the daemon */

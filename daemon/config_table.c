@@ -270,6 +270,13 @@ static const struct kvk_option_field cache_fields[] = {
      .fallback = "4",
      .maximum = 64,
      .help = "Evicted keys that rp-cost remembers, per block of capacity."},
+    {.name = "hint_percent",
+     .kind = KVK_OPTION_COUNT,
+     AT(hint_percent),
+     .fallback = "25",
+     .maximum = 100,
+     .help = "The most that hints of priority may keep of a tenant's idle blocks, of what it may "
+             "use in all tiers. 0: hints keep nothing."},
 };
 
 static const char *const keepers[] = {"auto", "no", "process", "systemd", NULL};

@@ -309,6 +309,20 @@ enum kvk_status kvk_lookup(struct kvk_cache *cache, const struct kvk_caller *cal
     return status;
 }
 
+static void hint_range(struct kvk_cache *cache, const struct kvk_space *space, uint32_t g,
+                       uint64_t known, const struct kvk_prompt *prompt)
+{
+    struct kvk_hint hints[KVK_HINTS_MAX];
+    uint64_t now_ns = kvk_policy_now(cache);
+    KVK_ASSERT(prompt->hint_count <= KVK_HINTS_MAX);
+    for (uint32_t i = 0; i < prompt->hint_count; i++) {
+        hints[i] = kvk_hint_from(&prompt->hints[i], now_ns);
+    }
+    for (uint64_t i = 0; i < known && prompt->hint_count > 0; i++) {
+        kvk_hints_apply(cache, space, hints, prompt->hint_count, i, cache->path[g][i]);
+    }
+}
+
 enum kvk_status kvk_touch(struct kvk_cache *cache, const struct kvk_caller *caller,
                           uint64_t space_id, const struct kvk_prompt *prompt,
                           uint64_t *touched_tokens, struct kvk_error *error)
@@ -325,6 +339,7 @@ enum kvk_status kvk_touch(struct kvk_cache *cache, const struct kvk_caller *call
         cache->stamp++;
         for (uint32_t g = 0; g < space->group_count; g++) {
             use_range(cache, space, g, 0, known);
+            hint_range(cache, space, g, known, prompt);
         }
         *touched_tokens = known * space->block_tokens;
         if (cache->disk_tier != NULL) {

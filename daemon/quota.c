@@ -46,6 +46,16 @@ void kvk_quota_space_link(struct kvk_cache *cache, struct kvk_space *space)
     struct kvk_tenant_state *state = kvk_tenant_state_of(cache, space->tenant);
     space->tenant_next = state->spaces;
     state->spaces = space;
+    for (uint32_t g = 0; g < space->group_count; g++) {
+        for (int i = 0; i < KVK_TIER_COUNT; i++) {
+            struct kvk_group_tier *at = &space->groups[g]->tiers[i];
+            struct kvk_evict_queue *queues[] = {&at->queue, &at->clean, &at->held};
+            for (size_t k = 0; k < sizeof(queues) / sizeof(queues[0]); k++) {
+                queues[k]->share = &state->hint_share;
+                queues[k]->block_bytes = space->groups[g]->block_bytes;
+            }
+        }
+    }
     state->group_count += space->group_count;
 }
 
@@ -135,6 +145,18 @@ static uint64_t guarded_of(const struct kvk_tenant_state *state, int tier)
                   state->quota.guaranteed_bytes[tier]);
 }
 
+/* A share of all that the tenant may use. */
+static void hint_share_set(const struct kvk_cache *cache, struct kvk_tenant_state *state)
+{
+    uint64_t bytes = 0;
+    for (int i = 0; i < KVK_QUOTA_TIERS; i++) {
+        uint64_t limit = state->quota.limit_bytes[i];
+        uint64_t pool = cache->tiers[i].pool.limit_bytes;
+        bytes += limit != 0 && limit < pool ? limit : pool;
+    }
+    state->hint_share.limit_bytes = bytes / 100 * cache->config->hint_percent;
+}
+
 static void quota_apply(struct kvk_cache *cache, struct kvk_tenant_state *state,
                         const struct kvk_tenant_quota *quota)
 {
@@ -148,6 +170,7 @@ static void quota_apply(struct kvk_cache *cache, struct kvk_tenant_state *state,
         cache->tiers[i].guaranteed_bytes += state->quota.guaranteed_bytes[i];
     }
     rate_set(state, quota);
+    hint_share_set(cache, state);
     cache->trim_wanted = true;
 }
 
@@ -515,4 +538,5 @@ void kvk_quota_maintain_drops(struct kvk_cache *cache)
     if (cache->trim_wanted) {
         trim_drops(cache);
     }
+    kvk_idle_round(cache);
 }

@@ -494,5 +494,6 @@ enum kvk_status kvk_rpc_check_space(const Kvkeep__V1__OpenSpaceRequest *message,
         status = check_cost(message->prefill_cost, request, error);
     }
     request->lookup_min_tokens = message->lookup_min_tokens;
+    request->idle_ms = message->idle_ms;
     return status;
 }

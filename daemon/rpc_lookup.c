@@ -39,6 +39,9 @@ KVK_RPC_HANDLER(kvk_rpc_touch)
         status = kvk_rpc_check_prompt(run, asked->prompt, "prompt", &prompt, error);
     }
     if (status == KVK_OK) {
+        status = kvk_rpc_check_hints(run, asked->n_hints, asked->hints, &prompt, error);
+    }
+    if (status == KVK_OK) {
         status = kvk_touch(run->rpc->cache, &run->caller, asked->space_id, &prompt,
                            &response.touched_tokens, error);
     }

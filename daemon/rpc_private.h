@@ -32,6 +32,9 @@ struct kvk_rpc_run {
     struct kvk_rpc_memory *memory; /* this thread's */
     struct kvk_caller caller;
     bool replied;
+    /* Where the answer goes instead, if the call did not come by gRPC: then `call` is NULL. */
+    void (*sink)(void *context, const ProtobufCMessage *message);
+    void *sink_context;
 };
 
 /* A row of the method table. */
@@ -177,6 +180,11 @@ KVK_CHECKED enum kvk_status kvk_rpc_check_spans(struct kvk_rpc_run *run, size_t 
                                                 const char *field,
                                                 const struct kvk_content_span **spans,
                                                 struct kvk_error *error);
+
+/* rpc_hint.c: of a prompt that was checked; the result is in it, borrowed from the arena. */
+KVK_CHECKED enum kvk_status kvk_rpc_check_hints(struct kvk_rpc_run *run, size_t count,
+                                                Kvkeep__V1__PriorityHint *const *messages,
+                                                struct kvk_prompt *prompt, struct kvk_error *error);
 
 KVK_CHECKED enum kvk_status kvk_rpc_check_request_id(const ProtobufCBinaryData *bytes,
                                                      struct kvk_request_id *request_id,

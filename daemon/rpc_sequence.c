@@ -63,6 +63,9 @@ static enum kvk_status check_open(struct kvk_rpc_run *run,
         status = kvk_rpc_check_prompt(run, asked->prompt, "prompt", &request->prompt, error);
     }
     if (status == KVK_OK) {
+        status = kvk_rpc_check_hints(run, asked->n_hints, asked->hints, &request->prompt, error);
+    }
+    if (status == KVK_OK) {
         status = kvk_rpc_check_tier(asked->tier, true, "tier", &request->tier, error);
     }
     if (status == KVK_OK && asked->growth_tokens > limit - request->prompt.token_count) {

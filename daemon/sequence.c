@@ -26,6 +26,7 @@ void kvk_sequence_free(struct kvk_sequence *sequence)
     free(sequence->tokens);
     free(sequence->spans);
     free(sequence->salt);
+    free(sequence->hints);
     free(sequence);
 }
 
@@ -109,6 +110,10 @@ enum kvk_status kvk_sequence_create(const struct kvk_sequence_size *size,
     if (made && size->salt_size > 0) {
         created->salt = malloc(size->salt_size);
         made = created->salt != NULL;
+    }
+    if (made && size->hints > 0) {
+        created->hints = malloc(size->hints * sizeof(*created->hints));
+        made = created->hints != NULL;
     }
     if (!made) {
         kvk_sequence_free(created);

@@ -31,6 +31,7 @@ struct kvk_sequence_size {
     uint64_t blocks; /* per group */
     uint32_t spans;
     size_t salt_size;
+    uint32_t hints;
 };
 
 /* Memory for a sequence; its numbers are all 0, its roots none. With or without the lock. */

@@ -118,6 +118,7 @@ static enum kvk_status open_find(struct opening *opening)
         .blocks = kvk_blocks_for(opening->space, tokens + request->growth_tokens),
         .spans = request->prompt.span_count,
         .salt_size = request->prompt.salt_size,
+        .hints = request->prompt.hint_count,
     };
     return KVK_OK;
 }
@@ -147,6 +148,11 @@ static enum kvk_status open_fill(struct opening *opening)
     if (prompt->salt_size > 0) {
         memcpy(sequence->salt, prompt->salt, prompt->salt_size);
     }
+    uint64_t now_ns = kvk_policy_now(opening->cache);
+    for (uint32_t i = 0; i < prompt->hint_count; i++) {
+        sequence->hints[i] = kvk_hint_from(&prompt->hints[i], now_ns);
+    }
+    sequence->hint_count = prompt->hint_count;
     sequence->span_count = prompt->span_count;
     sequence->salt_size = prompt->salt_size;
     sequence->length = prompt->token_count;
@@ -334,6 +340,7 @@ static void open_count(struct opening *opening)
             struct kvk_block *block = kvk_index_block(cache->index, id);
             if (block->run != UINT32_MAX) { /* else invalidated meanwhile */
                 kvk_evict_use(cache->evict, block, space->groups[g]->windowed, cache->stamp, now);
+                kvk_hints_apply(cache, space, sequence->hints, sequence->hint_count, i - 1, id);
             }
         }
         for (uint32_t i = 0; i < prefix_blocks && cache->disk_tier != NULL; i++) {

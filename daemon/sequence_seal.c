@@ -126,6 +126,7 @@ static void admit(struct kvk_cache *cache, const struct kvk_sequence *sequence, 
     kvk_evict_admit(cache->evict, kvk_index_block(cache->index, id),
                     kvk_space_block_cost(space, position), space->groups[group]->windowed,
                     cache->stamp, kvk_policy_now(cache));
+    kvk_hints_apply(cache, space, sequence->hints, sequence->hint_count, position, id);
     kvk_sidecar_block_changed(cache, space->groups[group], id);
     kvk_block_settle(cache, id);
     kvk_disk_offer(cache, id, true);

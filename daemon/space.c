@@ -196,6 +196,7 @@ space_create_unlocked(struct kvk_cache *cache, const struct kvk_tenant *tenant,
     space->flops_per_token_position = request->flops_per_token_position;
     space->flops_per_second = request->flops_per_second;
     space->lookup_min_tokens = request->lookup_min_tokens;
+    space->idle_ms = request->idle_ms;
     kvk_space_set_generation(space, generation);
     for (uint32_t i = 0; i < request->group_count; i++) {
         struct kvk_group *group;
@@ -440,6 +441,7 @@ enum kvk_status kvk_space_open(struct kvk_cache *cache, const struct kvk_caller 
     if (known != NULL) {
         status = compare_geometry(known, request, error);
         if (status == KVK_OK) {
+            known->idle_ms = request->idle_ms;
             fill_reply(known, false, reply);
         }
         free(identity);

@@ -56,6 +56,7 @@ struct kvk_space_request {
     double flops_per_token_position;
     double flops_per_second;
     uint32_t lookup_min_tokens;
+    uint64_t idle_ms; /* 0: as the tenant's quota says */
 };
 
 struct kvk_space_reply {
