@@ -154,7 +154,8 @@ static void hint_share_set(const struct kvk_cache *cache, struct kvk_tenant_stat
         uint64_t pool = cache->tiers[i].pool.limit_bytes;
         bytes += limit != 0 && limit < pool ? limit : pool;
     }
-    state->hint_share.limit_bytes = bytes / 100 * cache->config->hint_percent;
+    uint64_t percent = cache->config->hint_percent;
+    state->hint_share.limit_bytes = bytes / 100 * percent + bytes % 100 * percent / 100;
 }
 
 static void quota_apply(struct kvk_cache *cache, struct kvk_tenant_state *state,
