@@ -89,14 +89,14 @@ static void tier_fill(const struct kvk_tier_state *tier, struct kvk_tier_report 
 }
 
 void kvk_report_tiers(const struct kvk_cache *cache, const struct kvk_scope *scope,
-                      struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT])
+                      struct kvk_tier_report tiers[KVK_TIER_COUNT])
 {
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
         const struct kvk_tier_state *tier = &cache->tiers[i];
         struct kvk_tier_report *report = &tiers[i];
 
         *report = (struct kvk_tier_report){.limit_bytes = tier->pool.limit_bytes};
-        if (tier->device == NULL) {
+        if (i == KVK_TIER_DISK ? cache->disk_tier == NULL : tier->device == NULL) {
             continue;
         }
         if (kvk_scope_is_all(scope)) {
@@ -155,7 +155,7 @@ static int compare_groups(const void *left, const void *right)
 
 enum kvk_status kvk_report_occupancy(struct kvk_cache *cache, const struct kvk_caller *caller,
                                      struct kvk_view tenant,
-                                     struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT],
+                                     struct kvk_tier_report tiers[KVK_TIER_COUNT],
                                      struct kvk_group_report **rows, uint32_t *row_count,
                                      struct kvk_error *error)
 {
@@ -221,7 +221,7 @@ static void space_fill(const struct kvk_space *space, struct kvk_space_report *r
         for (int state = KVK_BLOCK_RESERVED; state <= KVK_BLOCK_EVICTABLE; state++) {
             row->blocks += group->state_counts[state];
         }
-        for (int tier = 0; tier < KVK_MEMORY_TIER_COUNT; tier++) {
+        for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
             row->bytes += group->tiers[tier].used_bytes;
         }
     }
@@ -353,13 +353,13 @@ static void block_fill(const struct kvk_cache *cache, uint32_t id, struct kvk_bl
         .cost = (double)block->cost,
         .position = block->position,
     };
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
         report->slot[i] = block->slot[i];
         report->pins[i] = block->pin_count[i];
     }
     /* As the queue that it is in sees it, or that of the tier where it lies. */
     const struct kvk_evict_queue *queue = block->queue;
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT && queue == NULL; i++) {
+    for (int i = 0; i < KVK_TIER_COUNT && queue == NULL; i++) {
         queue = (block->tier_mask >> i & 1) != 0 ? &group->tiers[i].queue : NULL;
     }
     if (queue != NULL) {

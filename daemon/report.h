@@ -32,14 +32,14 @@ struct kvk_group_report {
     char model[KVK_NAME_SIZE];
     uint32_t group;
     uint64_t block_bytes;
-    uint64_t tier_blocks[KVK_MEMORY_TIER_COUNT];
+    uint64_t tier_blocks[KVK_TIER_COUNT];
     uint64_t state_counts[KVK_BLOCK_STATE_COUNT];
 };
 
 /* Rows are the caller's to free(). `tenant` NULL: all that the credential may see. */
 KVK_CHECKED enum kvk_status
 kvk_report_occupancy(struct kvk_cache *cache, const struct kvk_caller *caller,
-                     struct kvk_view tenant, struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT],
+                     struct kvk_view tenant, struct kvk_tier_report tiers[KVK_TIER_COUNT],
                      struct kvk_group_report **rows, uint32_t *row_count, struct kvk_error *error);
 
 struct kvk_space_report {
@@ -74,7 +74,7 @@ struct kvk_sequence_report {
     uint64_t draft_tokens;
     uint64_t blocks;
     uint64_t shared_blocks;
-    uint64_t tier_bytes[KVK_MEMORY_TIER_COUNT];
+    uint64_t tier_bytes[KVK_TIER_COUNT];
     uint64_t age_ms;
     uint64_t growth_tokens;
 };
@@ -132,10 +132,10 @@ struct kvk_block_report {
     struct kvk_key key;
     enum kvk_block_state state;
     uint8_t tier_mask;
-    uint32_t slot[KVK_MEMORY_TIER_COUNT];
+    uint32_t slot[KVK_TIER_COUNT];
     uint64_t holds;
     uint64_t lease_holds;
-    uint64_t pins[KVK_MEMORY_TIER_COUNT];
+    uint64_t pins[KVK_TIER_COUNT];
     uint64_t children;
     uint64_t uses;
     uint64_t idle_ms;
@@ -164,7 +164,7 @@ struct kvk_refusal {
 KVK_CHECKED enum kvk_status
 kvk_report_why(struct kvk_cache *cache, const struct kvk_caller *caller, struct kvk_view tenant,
                uint64_t sequence_id, struct kvk_refusal *refusals, uint32_t limit, uint32_t *count,
-               struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT], char *advice,
+               struct kvk_tier_report tiers[KVK_TIER_COUNT], char *advice,
                size_t advice_size, struct kvk_error *error);
 
 /* Visit every counter and gauge of the engine by its Prometheus name (labels included). */

@@ -28,7 +28,7 @@ static inline bool kvk_scope_is_all(const struct kvk_scope *scope)
 
 /* Both tiers at one moment. Needs the lock. */
 void kvk_report_tiers(const struct kvk_cache *cache, const struct kvk_scope *scope,
-                      struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT]);
+                      struct kvk_tier_report tiers[KVK_TIER_COUNT]);
 
 /* What went into a report's slice; gives the lock back and takes it again when it was enough. */
 void kvk_report_slice_drops(struct kvk_cache *cache, uint64_t *work, uint64_t more);

@@ -63,6 +63,21 @@ static const struct named counters[] = {
     COUNTER(slabs_moved, "slabs_moved"),
     COUNTER(shifted_blocks, "shifted_blocks"),
     COUNTER(invalidated_blocks, "invalidated_blocks"),
+    COUNTER(disk_written_blocks, "disk_written_blocks"),
+    COUNTER(disk_written_bytes, "disk_written_bytes"),
+    COUNTER(disk_late_blocks, "disk_late_blocks"),
+    COUNTER(disk_skipped_blocks, "disk_skipped_blocks"),
+    COUNTER(disk_write_failures, "disk_write_failures"),
+    COUNTER(disk_extent_failures, "disk_extent_failures"),
+    COUNTER(disk_restored_blocks, "disk_restored_blocks"),
+    COUNTER(disk_restored_bytes, "disk_restored_bytes"),
+    COUNTER(disk_restores, "disk_restores"),
+    COUNTER(disk_recomputes, "disk_recomputes"),
+    COUNTER(disk_ahead_blocks, "disk_ahead_blocks"),
+    COUNTER(disk_read_failures, "disk_read_failures"),
+    COUNTER(disk_damaged_blocks, "disk_damaged_blocks"),
+    COUNTER(disk_returned_blocks, "disk_returned_blocks"),
+    COUNTER(disk_refused_blocks, "disk_refused_blocks"),
     COUNTER(spaces_restored, "spaces_restored"),
     COUNTER(space_records_refused, "space_records_refused"),
     COUNTER(space_record_failures, "space_record_failures"),
@@ -89,7 +104,7 @@ static const struct named tier_gauges[] = {
     TIER_GAUGE(largest_admissible_bytes, "largest_admissible_bytes"),
 };
 
-static const char *const tier_names[KVK_MEMORY_TIER_COUNT] = {"device", "host"};
+static const char *const tier_names[KVK_TIER_COUNT] = {"device", "host", "disk"};
 
 #define TENANT_COUNTER(member, text)                                                               \
     {                                                                                              \
@@ -116,7 +131,7 @@ static const struct named tenant_counters[] = {
 struct tenant_figures {
     struct kvk_tenant_usage usage;
     struct kvk_tenant_quota quota;
-    uint64_t bytes[KVK_MEMORY_TIER_COUNT];
+    uint64_t bytes[KVK_TIER_COUNT];
     uint64_t instances;
     uint64_t sequences;
     uint64_t leases;
@@ -125,7 +140,8 @@ struct tenant_figures {
 /* All of it, at one moment. */
 struct figures {
     struct kvk_cache_stats stats;
-    struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT];
+    struct kvk_tier_report tiers[KVK_TIER_COUNT];
+    struct kvk_disk_report disk;
     struct kvk_index_stats index;
     struct kvk_scrub_counts scrub;
     uint64_t state_blocks[KVK_BLOCK_STATE_COUNT];
@@ -149,6 +165,7 @@ static void figures_take(struct kvk_cache *cache, struct figures *figures)
 
     figures->stats = cache->stats;
     kvk_report_tiers(cache, &scope, figures->tiers);
+    kvk_disk_report(cache, &figures->disk);
     kvk_index_stats(cache->index, &figures->index);
     kvk_scrub_counts(cache, &figures->scrub);
     figures->evict_bytes = kvk_evict_bytes(cache->evict);
@@ -175,9 +192,9 @@ static void figures_take(struct kvk_cache *cache, struct figures *figures)
             figures->tenants[i].usage = state->usage;
             figures->tenants[i].quota = state->quota;
         }
-        for (int tier = 0; tier < KVK_MEMORY_TIER_COUNT; tier++) {
+        for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
             figures->tenants[i].bytes[tier] =
-                cache->tiers[tier].device != NULL ? cache->tiers[tier].tenant_bytes[i] : 0;
+                cache->tiers[tier].tenant_bytes != NULL ? cache->tiers[tier].tenant_bytes[i] : 0;
         }
     }
     for (const struct kvk_instance *instance = cache->instances; instance != NULL;
@@ -228,7 +245,7 @@ static void visit_counters(const struct visitor *visitor, const struct kvk_cache
     for (size_t i = 0; i < COUNT(counters); i++) {
         visit_plain(visitor, counters[i].name, member(stats, &counters[i]));
     }
-    for (int tier = 0; tier < KVK_MEMORY_TIER_COUNT; tier++) {
+    for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
         visit_labelled(visitor, "kvkeep_evictions_total", "tier", tier_names[tier], NULL, NULL,
                        stats->evictions[tier]);
     }
@@ -260,11 +277,34 @@ static void visit_scrub(const struct visitor *visitor, const struct kvk_scrub_co
 static void visit_tiers(const struct visitor *visitor, const struct figures *figures)
 {
     for (size_t i = 0; i < COUNT(tier_gauges); i++) {
-        for (int tier = 0; tier < KVK_MEMORY_TIER_COUNT; tier++) {
+        for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
             visit_labelled(visitor, tier_gauges[i].name, "tier", tier_names[tier], NULL, NULL,
                            member(&figures->tiers[tier], &tier_gauges[i]));
         }
     }
+}
+
+static void visit_disk(const struct visitor *visitor, const struct kvk_disk_report *disk)
+{
+    static const char *const states[] = {"good", "failing", "off", "full", "read-only"};
+    if (!disk->present) {
+        return;
+    }
+    for (size_t i = 0; i < COUNT(states); i++) {
+        visit_labelled(visitor, "kvkeep_disk_state", "state", states[i], NULL, NULL,
+                       strcmp(states[i], disk->state) == 0 ? 1 : 0);
+    }
+    visit_plain(visitor, "kvkeep_disk_queued_blocks", disk->queued);
+    visit_plain(visitor, "kvkeep_disk_leaving_slots", disk->leaving);
+    visit_plain(visitor, "kvkeep_disk_read_bytes_per_second", disk->read_rate);
+    visit_plain(visitor, "kvkeep_disk_write_bytes_per_second", disk->write_rate);
+    visit_plain(visitor, "kvkeep_disk_read_bytes_total", disk->read_bytes);
+    visit_plain(visitor, "kvkeep_disk_wrote_bytes_total", disk->written_bytes);
+    visit_plain(visitor, "kvkeep_disk_read_errors_total", disk->read_errors);
+    visit_plain(visitor, "kvkeep_disk_write_errors_total", disk->write_errors);
+    visit_plain(visitor, "kvkeep_disk_sync_errors_total", disk->sync_errors);
+    visit_plain(visitor, "kvkeep_disk_short_reads_total", disk->short_reads);
+    visit_plain(visitor, "kvkeep_disk_full_errors_total", disk->full_errors);
 }
 
 static void visit_blocks(const struct visitor *visitor, const struct figures *figures)
@@ -331,12 +371,13 @@ static void visit_tenants(const struct visitor *visitor, const struct kvk_cache 
         const struct kvk_tenant *known = kvk_tenants_get(cache->tenants, i);
         const char *name = known != NULL ? known->name : "";
         bool idle = tenant->instances == 0 && tenant->bytes[0] == 0 && tenant->bytes[1] == 0 &&
-                    tenant->usage.requests == 0 && tenant->usage.lookups == 0;
+                    tenant->bytes[2] == 0 && tenant->usage.requests == 0 &&
+                    tenant->usage.lookups == 0;
         if (known == NULL || idle) {
             continue;
         }
         rows++;
-        for (int tier = 0; tier < KVK_MEMORY_TIER_COUNT; tier++) {
+        for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
             visit_labelled(visitor, "kvkeep_tenant_used_bytes", "tenant", name, "tier",
                            tier_names[tier], tenant->bytes[tier]);
         }
@@ -355,8 +396,7 @@ void kvk_report_stats(struct kvk_cache *cache,
     const struct visitor visitor = {.visit = visit, .context = context};
     struct figures figures = {.spaces = 0};
 
-    _Static_assert(KVK_MEMORY_TIER_COUNT == 2,
-                   "tier_names, and the test for a tenant without bytes");
+    _Static_assert(KVK_TIER_COUNT == 3, "tier_names, and the test for a tenant without bytes");
     figures.tenants = calloc(KVK_TENANT_COUNT_MAX, sizeof(figures.tenants[0]));
     if (figures.tenants == NULL) {
         kvk_log(KVK_LOG_WARNING, "stats_dropped", "reason=memory");
@@ -372,6 +412,7 @@ void kvk_report_stats(struct kvk_cache *cache,
     visit_blocks(&visitor, &figures);
     visit_counts(&visitor, &figures);
     visit_tenants(&visitor, cache, &figures);
+    visit_disk(&visitor, &figures.disk);
     visit_plain(&visitor, "kvkeep_copied_bytes_total", kvk_mover_bytes(cache->mover));
     visit_plain(&visitor, "kvkeep_copy_bytes_per_second", kvk_mover_rate(cache->mover));
     free(figures.tenants);

@@ -66,7 +66,7 @@ struct holders {
 };
 
 struct situation {
-    struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT];
+    struct kvk_tier_report tiers[KVK_TIER_COUNT];
     int tier; /* the one that is told about: the tightest */
     struct holders sequences;
     struct holders leases;
@@ -150,7 +150,7 @@ static void waiting_gather(const struct kvk_cache *cache, struct situation *situ
 }
 
 /* The tier where the smallest share could still be had. */
-static int tightest_tier(const struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT])
+static int tightest_tier(const struct kvk_tier_report tiers[KVK_TIER_COUNT])
 {
     int found = -1;
     double least = 2;
@@ -359,7 +359,7 @@ static uint32_t journal_copy(const struct kvk_cache *cache, const struct kvk_sco
 enum kvk_status kvk_report_why(struct kvk_cache *cache, const struct kvk_caller *caller,
                                struct kvk_view tenant, uint64_t sequence_id,
                                struct kvk_refusal *refusals, uint32_t limit, uint32_t *count,
-                               struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT], char *advice,
+                               struct kvk_tier_report tiers[KVK_TIER_COUNT], char *advice,
                                size_t advice_size, struct kvk_error *error)
 {
     struct kvk_scope scope;

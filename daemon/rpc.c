@@ -105,6 +105,7 @@ enum kvk_status kvk_rpc_run_begin(struct kvk_rpc_run *run, const struct kvk_rpc_
     run->rpc = bound->rpc;
     run->call = call;
     run->replied = false;
+    run->sink = NULL;
     run->caller.call = bound->method->name;
     run->caller.may_block = may_block;
     run->caller.deadline_ns = kvk_call_deadline_ns(call);
@@ -187,6 +188,11 @@ enum kvk_status kvk_rpc_reply(struct kvk_rpc_run *run, const ProtobufCMessage *m
                               struct kvk_error *error)
 {
     KVK_ASSERT(!run->replied);
+    if (run->sink != NULL) {
+        run->replied = true;
+        run->sink(run->sink_context, message);
+        return KVK_OK;
+    }
     size_t size_bytes = protobuf_c_message_get_packed_size(message);
     uint64_t limit = run->rpc->config->message_bytes;
     if (size_bytes > limit) {
@@ -204,6 +210,21 @@ enum kvk_status kvk_rpc_reply(struct kvk_rpc_run *run, const ProtobufCMessage *m
 ProtobufCBinaryData kvk_rpc_text(const char *text)
 {
     return kvk_rpc_bytes(text, strlen(text));
+}
+
+Kvkeep__V1__DiskUse *kvk_rpc_fill_disk(struct kvk_rpc_tables *packed,
+                                       const struct kvk_disk_estimate *estimate)
+{
+    if (estimate->disk_tokens == 0) {
+        return NULL;
+    }
+    kvkeep__v1__disk_use__init(&packed->disk);
+    packed->disk.disk_tokens = estimate->disk_tokens;
+    packed->disk.restore_ns = estimate->restore_ns;
+    packed->disk.recompute_ns = estimate->recompute_ns;
+    packed->disk.restored_tokens = estimate->restored_tokens;
+    packed->disk.recompute_tokens = estimate->recompute_tokens;
+    return &packed->disk;
 }
 
 size_t kvk_rpc_fill_tables(struct kvk_rpc_tables *target, const struct kvk_tables *tables)

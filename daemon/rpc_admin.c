@@ -87,7 +87,7 @@ static size_t fill_features(const struct kvk_rpc *rpc, const struct kvk_peer *pe
     if (rpc->config->device_bytes > 0 && rpc->config->host_bytes > 0) {
         features[count++] = kvk_rpc_text("swap");
     }
-    if (peer->kind == KVK_PEER_UNIX && rpc->side_path[0] != '\0') {
+    if (peer != NULL && peer->kind == KVK_PEER_UNIX && rpc->side_path[0] != '\0') {
         features[count++] = kvk_rpc_text("map_memory");
     }
     if (rpc->config->test_hooks) {
@@ -111,7 +111,8 @@ KVK_RPC_HANDLER(kvk_rpc_get_server_info)
     Kvkeep__V1__GetServerInfoResponse response = KVKEEP__V1__GET_SERVER_INFO_RESPONSE__INIT;
     response.version = kvk_rpc_text(KVK_VERSION);
     response.boot_id = kvk_rpc_bytes(rpc->boot_id, sizeof(rpc->boot_id));
-    response.n_features = fill_features(rpc, kvk_call_peer(run->call), features);
+    response.n_features =
+        fill_features(rpc, run->call != NULL ? kvk_call_peer(run->call) : NULL, features);
     response.features = features;
     response.limits = &limits;
     response.n_tenants = credential->tenant_count;
@@ -159,6 +160,8 @@ static void fill_occupancy_row(Kvkeep__V1__OccupancyRow *row, Kvkeep__V1__BlockC
     row->host_blocks = report->tier_blocks[KVK_TIER_HOST];
     row->device_bytes = report->tier_blocks[KVK_TIER_DEVICE] * report->block_bytes;
     row->host_bytes = report->tier_blocks[KVK_TIER_HOST] * report->block_bytes;
+    row->disk_blocks = report->tier_blocks[KVK_TIER_DISK];
+    row->disk_bytes = report->tier_blocks[KVK_TIER_DISK] * report->block_bytes;
     counts->reserved = report->state_counts[KVK_BLOCK_RESERVED];
     counts->active = report->state_counts[KVK_BLOCK_ACTIVE];
     counts->sealed = report->state_counts[KVK_BLOCK_SEALED];
@@ -168,15 +171,29 @@ static void fill_occupancy_row(Kvkeep__V1__OccupancyRow *row, Kvkeep__V1__BlockC
     row->counts = counts;
 }
 
+static void fill_disk_state(Kvkeep__V1__DiskState *state, const struct kvk_disk_report *report)
+{
+    kvkeep__v1__disk_state__init(state);
+    state->state = kvk_rpc_text(report->state);
+    state->path = kvk_rpc_text(report->path);
+    state->reason = kvk_rpc_text(report->reason);
+    state->queued_blocks = report->queued;
+    state->leaving_slots = report->leaving;
+    state->read_bytes_per_second = report->read_rate;
+    state->write_bytes_per_second = report->write_rate;
+    state->errors = report->read_errors + report->write_errors + report->sync_errors +
+                    report->short_reads + report->full_errors;
+}
+
 static enum kvk_status reply_occupancy(struct kvk_rpc_run *run,
-                                       const struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT],
+                                       const struct kvk_tier_report tiers[KVK_TIER_COUNT],
                                        const struct kvk_group_report *reports, size_t count,
                                        struct kvk_error *error)
 {
     Kvkeep__V1__GetOccupancyResponse response = KVKEEP__V1__GET_OCCUPANCY_RESPONSE__INIT;
-    Kvkeep__V1__TierUse uses[KVK_MEMORY_TIER_COUNT];
-    Kvkeep__V1__TierUse *use_pointers[KVK_MEMORY_TIER_COUNT];
-    for (unsigned i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+    Kvkeep__V1__TierUse uses[KVK_TIER_COUNT];
+    Kvkeep__V1__TierUse *use_pointers[KVK_TIER_COUNT];
+    for (unsigned i = 0; i < KVK_TIER_COUNT; i++) {
         fill_tier_use(&uses[i], (enum kvk_tier)i, &tiers[i]);
         use_pointers[i] = &uses[i];
     }
@@ -190,8 +207,16 @@ static enum kvk_status reply_occupancy(struct kvk_rpc_run *run,
     for (size_t i = 0; i < count; i++) {
         fill_occupancy_row(&rows[i], &counts[i], &reports[i]);
     }
-    response.n_tiers = KVK_MEMORY_TIER_COUNT;
+    /* The disk's only where there is one: it comes last. */
+    response.n_tiers = tiers[KVK_TIER_DISK].limit_bytes > 0 ? KVK_TIER_COUNT : KVK_MEMORY_TIER_COUNT;
     response.tiers = use_pointers;
+    Kvkeep__V1__DiskState disk;
+    struct kvk_disk_report disk_report;
+    kvk_disk_report(run->rpc->cache, &disk_report);
+    if (disk_report.present) {
+        fill_disk_state(&disk, &disk_report);
+        response.disk = &disk;
+    }
     response.n_rows = count;
     response.rows = (Kvkeep__V1__OccupancyRow **)pointers;
     return kvk_rpc_reply(run, &response.base, error);
@@ -201,7 +226,7 @@ KVK_RPC_HANDLER(kvk_rpc_get_occupancy)
 {
     const Kvkeep__V1__GetOccupancyRequest *asked = (const Kvkeep__V1__GetOccupancyRequest *)message;
     struct kvk_view tenant;
-    struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT];
+    struct kvk_tier_report tiers[KVK_TIER_COUNT];
     struct kvk_group_report *reports = NULL;
     uint32_t count = 0;
     enum kvk_status status = check_tenant(&asked->tenant, &tenant, error);
@@ -418,6 +443,7 @@ static enum kvk_status reply_block(struct kvk_rpc_run *run, const struct kvk_blo
     response.state = kvk_rpc_text(kvk_block_state_name(report->state));
     response.on_device = (report->tier_mask >> KVK_TIER_DEVICE & 1) != 0;
     response.on_host = (report->tier_mask >> KVK_TIER_HOST & 1) != 0;
+    response.on_disk = (report->tier_mask >> KVK_TIER_DISK & 1) != 0;
     response.device_slot = report->slot[KVK_TIER_DEVICE];
     response.host_slot = report->slot[KVK_TIER_HOST];
     response.holds = report->holds;
@@ -458,7 +484,7 @@ KVK_RPC_HANDLER(kvk_rpc_get_block)
 struct rpc_why {
     struct kvk_refusal refusals[REFUSALS_MAX]; /* [count] */
     uint32_t count;
-    struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT];
+    struct kvk_tier_report tiers[KVK_TIER_COUNT];
     char advice[ADVICE_SIZE];
 };
 
@@ -501,9 +527,9 @@ static enum kvk_status reply_why(struct kvk_rpc_run *run, const struct rpc_why *
                                  struct kvk_error *error)
 {
     Kvkeep__V1__WhyResponse response = KVKEEP__V1__WHY_RESPONSE__INIT;
-    Kvkeep__V1__TierWhy tiers[KVK_MEMORY_TIER_COUNT];
-    Kvkeep__V1__TierWhy *tier_pointers[KVK_MEMORY_TIER_COUNT];
-    for (unsigned i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+    Kvkeep__V1__TierWhy tiers[KVK_TIER_COUNT];
+    Kvkeep__V1__TierWhy *tier_pointers[KVK_TIER_COUNT];
+    for (unsigned i = 0; i < KVK_TIER_COUNT; i++) {
         fill_tier_why(&tiers[i], (enum kvk_tier)i, &why->tiers[i]);
         tier_pointers[i] = &tiers[i];
     }
@@ -520,7 +546,8 @@ static enum kvk_status reply_why(struct kvk_rpc_run *run, const struct rpc_why *
     }
     response.n_refusals = why->count;
     response.refusals = (Kvkeep__V1__Refusal **)pointers;
-    response.n_tiers = KVK_MEMORY_TIER_COUNT;
+    response.n_tiers =
+        why->tiers[KVK_TIER_DISK].limit_bytes > 0 ? KVK_TIER_COUNT : KVK_MEMORY_TIER_COUNT;
     response.tiers = tier_pointers;
     response.advice = kvk_rpc_text(why->advice);
     return kvk_rpc_reply(run, &response.base, error);

@@ -7,8 +7,10 @@
 KVK_RPC_HANDLER(kvk_rpc_lookup)
 {
     const Kvkeep__V1__LookupRequest *asked = (const Kvkeep__V1__LookupRequest *)message;
-    struct kvk_lookup_request request = {
-        .space_id = asked->space_id, .leave_last = asked->leave_last, .retry = asked->retry};
+    struct kvk_lookup_request request = {.space_id = asked->space_id,
+                                         .leave_last = asked->leave_last,
+                                         .retry = asked->retry,
+                                         .read_ahead = asked->read_ahead};
     struct kvk_lookup_reply reply;
     enum kvk_status status = kvk_rpc_check_id(asked->space_id, "space_id", error);
     if (status == KVK_OK) {
@@ -24,6 +26,9 @@ KVK_RPC_HANDLER(kvk_rpc_lookup)
     response.cached_tokens = reply.cached_tokens;
     response.device_tokens = reply.device_tokens;
     response.host_tokens = reply.host_tokens;
+    response.disk_tokens = reply.disk_tokens;
+    response.restore_ns = reply.restore_ns;
+    response.restore_recompute_ns = reply.restore_recompute_ns;
     response.load_ns = reply.load_ns;
     response.recompute_ns = reply.recompute_ns;
     return kvk_rpc_reply(run, &response.base, error);
@@ -95,6 +100,7 @@ KVK_RPC_HANDLER(kvk_rpc_pin)
     response.ttl_ms = reply.ttl_ms;
     response.n_tables = kvk_rpc_fill_tables(&packed, tables);
     response.tables = packed.pointers;
+    response.disk = kvk_rpc_fill_disk(&packed, &reply.disk);
     return kvk_rpc_reply(run, &response.base, error);
 }
 

@@ -117,8 +117,12 @@ ProtobufCBinaryData kvk_rpc_text(const char *text);
 struct kvk_rpc_tables {
     Kvkeep__V1__BlockTable parts[KVK_GROUP_COUNT_MAX];
     Kvkeep__V1__BlockTable *pointers[KVK_GROUP_COUNT_MAX];
+    Kvkeep__V1__DiskUse disk;
 };
 size_t kvk_rpc_fill_tables(struct kvk_rpc_tables *target, const struct kvk_tables *tables);
+/* What of a prefix was on disk; NULL: nothing. */
+Kvkeep__V1__DiskUse *kvk_rpc_fill_disk(struct kvk_rpc_tables *packed,
+                                       const struct kvk_disk_estimate *estimate);
 
 /* ---- rpc_caller.c ---- */
 

@@ -85,6 +85,7 @@ static const char *tier_name(Kvkeep__V1__Tier tier)
 {
     return tier == KVKEEP__V1__TIER__TIER_DEVICE ? "device"
            : tier == KVKEEP__V1__TIER__TIER_HOST ? "host"
+           : tier == KVKEEP__V1__TIER__TIER_DISK ? "disk"
                                                  : "none";
 }
 

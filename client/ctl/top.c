@@ -87,8 +87,10 @@ static void bar_print(const Kvkeep__V1__TierUse *use)
     }
     bar[BAR_WIDTH] = '\0';
     (void)printf("  %-7s [%s] %s of %s\n",
-                 use->tier == KVKEEP__V1__TIER__TIER_DEVICE ? "device" : "host", bar,
-                 ctl_bytes(use->used_bytes), ctl_bytes(use->limit_bytes));
+                 use->tier == KVKEEP__V1__TIER__TIER_DEVICE ? "device"
+                 : use->tier == KVKEEP__V1__TIER__TIER_HOST ? "host"
+                                                            : "disk",
+                 bar, ctl_bytes(use->used_bytes), ctl_bytes(use->limit_bytes));
 }
 
 /* The counters that an operator watches; names as GetStats has them. */
@@ -152,7 +154,8 @@ static void frame_json(const struct frame *before, const struct frame *now)
         const Kvkeep__V1__TierUse *use = now->occupancy->tiers[i];
         json_object_set_new(object,
                             use->tier == KVKEEP__V1__TIER__TIER_DEVICE ? "device_used_bytes"
-                                                                       : "host_used_bytes",
+                            : use->tier == KVKEEP__V1__TIER__TIER_HOST ? "host_used_bytes"
+                                                                       : "disk_used_bytes",
                             json_integer((json_int_t)use->used_bytes));
     }
     ctl_json_print(object);

@@ -319,7 +319,7 @@ static void report_all(struct stress *stress)
 {
     const struct kvk_view all = {.size = 0};
     struct kvk_error error;
-    struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT];
+    struct kvk_tier_report tiers[KVK_TIER_COUNT];
     struct kvk_group_report *groups = NULL;
     struct kvk_space_report *spaces = NULL;
     struct kvk_sequence_report *sequences = NULL;
@@ -332,7 +332,7 @@ static void report_all(struct stress *stress)
 
     must(kvk_report_occupancy(stress->cache, &stress->caller, all, tiers, &groups, &count, &error),
          &error);
-    for (int tier = 0; tier < KVK_MEMORY_TIER_COUNT; tier++) {
+    for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
         KVK_ASSERT(tiers[tier].used_bytes + tiers[tier].free_bytes == tiers[tier].limit_bytes);
         KVK_ASSERT(tiers[tier].active_bytes <= tiers[tier].used_bytes);
     }

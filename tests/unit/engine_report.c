@@ -12,7 +12,7 @@
 Test(engine_report, occupancy)
 {
     struct trio trio;
-    struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT];
+    struct kvk_tier_report tiers[KVK_TIER_COUNT];
     struct kvk_group_report *rows = NULL;
     uint32_t count = 0;
     uint32_t tokens[16];
@@ -92,7 +92,7 @@ Test(engine_report, occupancy)
 Test(engine_report, long_names_are_cut_whole)
 {
     struct house house;
-    struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT];
+    struct kvk_tier_report tiers[KVK_TIER_COUNT];
     struct kvk_group_report *rows = NULL;
     uint32_t count = 0;
     char name[601];
@@ -416,7 +416,7 @@ Test(engine_report, block)
 static uint32_t ask_why(struct trio *trio, const struct kvk_caller *caller, uint64_t sequence_id,
                         struct kvk_refusal *refusals, uint32_t limit, char *advice)
 {
-    struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT];
+    struct kvk_tier_report tiers[KVK_TIER_COUNT];
     uint32_t count = 0;
     cr_assert_eq(kvk_report_why(trio->house.cache, caller, everybody, sequence_id, refusals, limit,
                                 &count, tiers, advice, 512, &trio->house.error),
@@ -529,7 +529,7 @@ Test(engine_report, why_leases_and_growth)
     expect_words(advice, (const char *const[]){"15.0 KiB of the host tier", "growth", NULL});
 
     /* A short buffer gets what fits. */
-    struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT];
+    struct kvk_tier_report tiers[KVK_TIER_COUNT];
     uint32_t count = 0;
     char tiny[8];
     memset(tiny, 'x', sizeof(tiny));
