@@ -269,7 +269,9 @@ config_fetch(void *user_data, grpc_ssl_server_certificate_config **config)
     }
     const grpc_ssl_pem_key_cert_pair pair = {.private_key = pem->key,
                                              .cert_chain = pem->certificate};
-    *config = grpc_ssl_server_certificate_config_create(pem->client_ca, &pair, 1);
+    /* Roots are insisted on, also where no client is asked for a certificate: then any will do. */
+    const char *roots = pem->client_ca != NULL ? pem->client_ca : pem->certificate;
+    *config = grpc_ssl_server_certificate_config_create(roots, &pair, 1);
     pem_release(pem);
     return GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_NEW;
 }
