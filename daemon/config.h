@@ -82,6 +82,10 @@ struct kvk_config {
     char tls_client_ca[KVK_FILE_PATH_SIZE];
     enum kvk_client_certificates tls_client_certificates;
 
+    /* [http] */
+    char http_address[256]; /* "": none */
+    uint32_t http_open;     /* who is answered without a credential: see daemon/http.h */
+
     /* [process] */
     char user[64]; /* "": as started */
     char group[64];

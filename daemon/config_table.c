@@ -159,6 +159,24 @@ static const struct kvk_option_field tls_fields[] = {
          "without one. One that is shown must be valid."},
 };
 
+static const char *const http_opens[] = {"none", "metrics", "all", NULL};
+
+static const struct kvk_option_field http_fields[] = {
+    {.name = "address",
+     .kind = KVK_OPTION_TEXT,
+     AT(http_address),
+     .fallback = "",
+     .help = "HOST:PORT or [HOST]:PORT, such as 127.0.0.1:9480. Empty: none. There is no TLS here: "
+             "for other machines put a proxy before it."},
+    {.name = "open",
+     .kind = KVK_OPTION_CHOICE,
+     AT(http_open),
+     .fallback = "metrics",
+     .choices = http_opens,
+     .help = "Who is answered without an admin's token. none: nobody; metrics: /metrics and "
+             "/health; all: everything, for loopback addresses only."},
+};
+
 static const struct kvk_option_field process_fields[] = {
     {.name = "user",
      .kind = KVK_OPTION_TEXT,
@@ -521,6 +539,10 @@ static const struct kvk_option_section sections[] = {
      .help = "Certificates of the TCP address.",
      .fields = tls_fields,
      .field_count = COUNT(tls_fields)},
+    {.name = "http",
+     .help = "The page, metrics and health over HTTP.",
+     .fields = http_fields,
+     .field_count = COUNT(http_fields)},
     {.name = "process",
      .help = "What the process gives up before it serves.",
      .fields = process_fields,

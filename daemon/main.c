@@ -18,6 +18,7 @@
 #include "daemon/config.h"
 #include "daemon/durable.h"
 #include "daemon/harden.h"
+#include "daemon/http.h"
 #include "daemon/rpc.h"
 #include "daemon/server.h"
 #include "daemon/server_watchdog.h"
@@ -235,7 +236,10 @@ static bool configure(struct kvk_config *config, const struct arguments *argumen
             return false;
         }
     }
-    if (kvk_config_check(config, &error) != KVK_OK) {
+    if (kvk_config_check(config, &error) != KVK_OK ||
+        (config->http_address[0] != '\0' &&
+         kvk_http_check(config->http_address, (enum kvk_http_open)config->http_open, &error) !=
+             KVK_OK)) {
         (void)fprintf(stderr, "kvkeepd: %s\n", error.text);
         return false;
     }
@@ -257,6 +261,7 @@ struct house {
     struct kvk_cache *cache;
     struct kvk_side_socket *side;
     struct kvk_watchdog *watchdog;
+    struct kvk_http *http;
 };
 
 static enum kvk_status build_server(struct house *house, struct kvk_error *error)
@@ -365,6 +370,13 @@ static enum kvk_status build(struct house *house, struct kvk_error *error)
     if (status == KVK_OK) {
         status = kvk_watchdog_create(house->server, house->cache, &house->watchdog, error);
     }
+    if (status == KVK_OK && config->http_address[0] != '\0') {
+        const struct kvk_http_options options = {.address = config->http_address,
+                                                 .open = (enum kvk_http_open)config->http_open,
+                                                 .rpc = house->rpc,
+                                                 .cache = house->cache};
+        status = kvk_http_create(&options, &house->http, error);
+    }
     return status;
 }
 
@@ -378,6 +390,7 @@ static void device_close(struct kvk_device *device)
 /* From the roof down; whatever stands. */
 static void take_down(struct house *house)
 {
+    kvk_http_destroy(house->http);
     kvk_watchdog_destroy(house->watchdog);
     kvk_server_destroy(house->server);
     kvk_rpc_destroy(house->rpc);
@@ -405,12 +418,17 @@ static void say_ready(const struct house *house)
     if (config->test_hooks) {
         kvk_log(KVK_LOG_WARNING, "test_hooks", "text=\"for tests, never in production\"");
     }
+    char ports[64] = "";
+    size_t size = 0;
     if (config->tcp_address[0] != '\0') {
-        (void)fprintf(stderr, "ready socket=%s tcp_port=%u\n", config->unix_path,
-                      kvk_server_tcp_port(house->server, 0));
-    } else {
-        (void)fprintf(stderr, "ready socket=%s\n", config->unix_path);
+        size = (size_t)snprintf(ports, sizeof(ports), " tcp_port=%u",
+                                kvk_server_tcp_port(house->server, 0));
     }
+    if (house->http != NULL) {
+        (void)snprintf(ports + size, sizeof(ports) - size, " http_port=%u",
+                       kvk_http_port(house->http));
+    }
+    (void)fprintf(stderr, "ready socket=%s%s\n", config->unix_path, ports);
     kvk_notify("READY=1");
 }
 
@@ -454,6 +472,8 @@ static int serve(struct kvk_config *config, const sigset_t *signals)
         say_ready(&house);
         wait_for_end(house.server, signals);
         kvk_notify("STOPPING=1\nSTATUS=ending");
+        kvk_http_destroy(house.http); /* its calls would need the rpc */
+        house.http = NULL;
         kvk_watchdog_destroy(house.watchdog);
         house.watchdog = NULL;
         kvk_server_drain(house.server);
