@@ -13,6 +13,7 @@ static void fill(struct kvk_error *error, enum kvk_status status, enum kvk_cause
     error->value = 0;
     error->limit = 0;
     error->retry_after_ms = 0;
+    error->advice = (struct kvk_advice){.kind = KVK_ADVISE_NOTHING};
     (void)snprintf(error->field, sizeof(error->field), "%s", field != NULL ? field : "");
     if (vsnprintf(error->text, sizeof(error->text), format, arguments) < 0) {
         error->text[0] = '\0';

@@ -67,6 +67,26 @@ enum kvk_cause {
 #define KVK_ERROR_FIELD_SIZE 64
 #define KVK_ERROR_TEXT_SIZE 256
 
+/* What a caller that was refused room could do itself. Numbers are the API's. */
+enum kvk_advice_kind {
+    KVK_ADVISE_NOTHING = 0,
+    KVK_ADVISE_SWAP_OUT = 1, /* these of its own sequences to the host tier */
+    KVK_ADVISE_CLOSE = 2,    /* these: there is no tier below, or no room there */
+};
+
+#define KVK_ADVICE_MAX 16
+
+struct kvk_advice {
+    enum kvk_advice_kind kind;
+    uint32_t count; /* of those named here */
+    uint32_t total; /* that it takes; more than `count`: the others are not named */
+    uint64_t missing_bytes;
+    uint64_t bytes;   /* that all of them together make free */
+    uint64_t cost_ns; /* estimate of out and in again, or of computing again; 0: not known */
+    uint64_t sequence_ids[KVK_ADVICE_MAX];   /* [count] */
+    uint64_t sequence_bytes[KVK_ADVICE_MAX]; /* [count] */
+};
+
 /* One failure, told once. The caller owns it; every function here accepts NULL. */
 struct kvk_error {
     enum kvk_status status;
@@ -76,6 +96,7 @@ struct kvk_error {
     uint64_t retry_after_ms;          /* 0: trying again will not help, or at once */
     char field[KVK_ERROR_FIELD_SIZE]; /* the request's or configuration's field, "" if none */
     char text[KVK_ERROR_TEXT_SIZE];   /* one sentence, no tokens, no tenant's data */
+    struct kvk_advice advice;         /* how the caller could make the room */
 };
 
 /*

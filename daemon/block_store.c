@@ -194,6 +194,10 @@ static void count_as(struct kvk_cache *cache, struct kvk_group *group, struct kv
     block->flags = (uint8_t)((block->flags & ~COUNTED_ALL) | now);
     uint8_t bound = COUNTED_BOUND(KVK_TIER_DEVICE) | COUNTED_BOUND(KVK_TIER_HOST);
     if ((before & bound & ~now) != 0) {
+        for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+            cache->tiers[i].release_rate.released_bytes +=
+                (before & COUNTED_BOUND(i) & ~now) != 0 ? group->block_bytes : 0;
+        }
         pthread_cond_broadcast(&cache->changed); /* something may leave that could not */
     }
 }

@@ -456,6 +456,7 @@ void kvk_cache_maintain(struct kvk_cache *cache)
     gap_note(cache);
     kvk_leases_expire(cache);
     kvk_mrc_maintain(cache);
+    kvk_release_rates_maintain(cache);
     kvk_sessions_maintain(cache);
     gap_note(cache);
     if (cache->purge_wanted) {

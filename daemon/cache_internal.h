@@ -24,6 +24,7 @@
 #include "base/lock.h"
 #include "base/slots.h"
 #include "base/table.h"
+#include "daemon/advice.h"
 #include "daemon/attention.h"
 #include "daemon/cache.h"
 #include "daemon/disk_tier.h"
@@ -310,6 +311,7 @@ struct kvk_tier_state {
                                   sequences: kvk_room_reserve() only checks it */
     uint64_t stray_bytes;      /* faulted in by workers outside slabs; part of pool.charge_bytes */
     uint64_t punch_bytes;      /* of slabs that left and are not punched; also part of it */
+    struct kvk_release_rate release_rate;
     uint64_t *tenant_bytes;    /* [KVK_TENANT_COUNT_MAX] of used_bytes; ours */
     uint64_t guaranteed_bytes; /* the sum of all tenants' guarantees */
     uint64_t guarded_bytes;    /* of every tenant what is bound or kept for growth, or its guarantee
@@ -731,6 +733,8 @@ KVK_CHECKED enum kvk_status kvk_room_refuse(struct kvk_cache *cache, enum kvk_ti
 void kvk_refusal_note(struct kvk_cache *cache, const struct kvk_caller *caller,
                       const struct kvk_tenant *tenant, uint64_t sequence_id, uint64_t needed_bytes,
                       const struct kvk_error *error);
+/* The refusal that was noted last has hint and advice by now. */
+void kvk_refusal_amend(struct kvk_cache *cache, const struct kvk_error *error);
 
 /* ================= quota.c ================= */
 

@@ -41,6 +41,12 @@ void kvk_refusal_note(struct kvk_cache *cache, const struct kvk_caller *caller,
     }
 }
 
+void kvk_refusal_amend(struct kvk_cache *cache, const struct kvk_error *error)
+{
+    KVK_ASSERT(cache->refusal_count > 0);
+    cache->refusals[(cache->refusal_count - 1) % KVK_REFUSAL_COUNT].error = *error;
+}
+
 static uint64_t active_bytes(const struct kvk_tier_state *tier)
 {
     uint64_t others = tier->leased_bytes + tier->copying_bytes + tier->quarantine_bytes;
@@ -149,6 +155,11 @@ enum kvk_status kvk_room_refuse(struct kvk_cache *cache, enum kvk_tier tier, uin
             (unsigned long long)active_bytes(state), (unsigned long long)state->leased_bytes,
             (unsigned long long)state->growth_bytes, cause_sentence(cause));
         kvk_error_retry(&refusal, retry_ms);
+    }
+    bool is_quiet = caller == NULL || caller->call == NULL; /* nobody is told */
+    if (!is_quiet) {
+        const struct kvk_sequence *sequence = kvk_table_get(&cache->sequence_table, sequence_id);
+        kvk_advise(cache, tier, needed_bytes, space, sequence, &refusal);
     }
     kvk_refusal_note(cache, caller, space->tenant, sequence_id, needed_bytes, &refusal);
     if (error != NULL) {

@@ -32,6 +32,15 @@ static enum kvk_status take_slots_drops(struct kvk_cache *cache,
             (*taken)++;
             continue;
         }
+        if (status == KVK_EXHAUSTED && error != NULL && caller->call != NULL) {
+            /* One block has no room; what would help is room for all that are left. */
+            uint64_t rest_bytes = 0;
+            for (uint32_t i = *taken; i < count; i++) {
+                rest_bytes += space->groups[list[i].group]->block_bytes;
+            }
+            kvk_advise(cache, tier, rest_bytes, space, sequence, error);
+            kvk_refusal_amend(cache, error);
+        }
         if (status != KVK_WOULD_BLOCK || !caller->may_block) {
             return status;
         }
