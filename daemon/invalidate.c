@@ -253,8 +253,8 @@ static bool leaf_remove(struct kvk_cache *cache, uint32_t id, struct kvk_invalid
     if (block->hold_count > 0) {
         reply->held_blocks++;
         kvk_block_unindex(cache, id);
-        if ((mask & (1U << KVK_TIER_DISK)) != 0) { /* its record must not outlive this call */
-            kvk_block_drop_copy(cache, id, KVK_TIER_DISK, false);
+        if ((block->tier_mask & (1U << KVK_TIER_DISK)) != 0) {
+            kvk_block_drop_copy(cache, id, KVK_TIER_DISK, false); /* its record goes with it */
         }
         return true;
     }

@@ -14,6 +14,7 @@
 #include "base/log.h"
 #include "base/metrics.h"
 #include "daemon/scrub.h"
+#include "hosttier/catalogue.h"
 
 #define COUNT(array) (sizeof(array) / sizeof((array)[0]))
 
@@ -142,6 +143,8 @@ struct figures {
     struct kvk_cache_stats stats;
     struct kvk_tier_report tiers[KVK_TIER_COUNT];
     struct kvk_disk_report disk;
+    struct kvk_catalogue_stats catalogue; /* where there is one */
+    bool has_catalogue;
     struct kvk_index_stats index;
     struct kvk_scrub_counts scrub;
     uint64_t state_blocks[KVK_BLOCK_STATE_COUNT];
@@ -166,6 +169,10 @@ static void figures_take(struct kvk_cache *cache, struct figures *figures)
     figures->stats = cache->stats;
     kvk_report_tiers(cache, &scope, figures->tiers);
     kvk_disk_report(cache, &figures->disk);
+    figures->has_catalogue = cache->catalogue != NULL;
+    if (figures->has_catalogue) {
+        kvk_catalogue_stats(cache->catalogue, &figures->catalogue);
+    }
     kvk_index_stats(cache->index, &figures->index);
     kvk_scrub_counts(cache, &figures->scrub);
     figures->evict_bytes = kvk_evict_bytes(cache->evict);
@@ -307,6 +314,26 @@ static void visit_disk(const struct visitor *visitor, const struct kvk_disk_repo
     visit_plain(visitor, "kvkeep_disk_full_errors_total", disk->full_errors);
 }
 
+static void visit_catalogue(const struct visitor *visitor, const struct figures *figures)
+{
+    const struct kvk_catalogue_stats *catalogue = &figures->catalogue;
+    if (!figures->has_catalogue) {
+        return;
+    }
+    visit_plain(visitor, "kvkeep_catalogue_blocks", catalogue->blocks);
+    visit_plain(visitor, "kvkeep_catalogue_spaces", catalogue->spaces);
+    visit_plain(visitor, "kvkeep_catalogue_used_bytes", catalogue->used_bytes);
+    visit_plain(visitor, "kvkeep_catalogue_limit_bytes", catalogue->limit_bytes);
+    visit_plain(visitor, "kvkeep_catalogue_queued", catalogue->queued);
+    visit_plain(visitor, "kvkeep_catalogue_failing", catalogue->failing ? 1 : 0);
+    visit_plain(visitor, "kvkeep_catalogue_commits_total", catalogue->commits);
+    visit_plain(visitor, "kvkeep_catalogue_operations_total", catalogue->committed_operations);
+    visit_plain(visitor, "kvkeep_catalogue_commit_failures_total", catalogue->commit_failures);
+    visit_plain(visitor, "kvkeep_catalogue_damaged_records_total", catalogue->damaged_records);
+    visitor->visit(visitor->context, "kvkeep_catalogue_commit_seconds",
+                   (double)catalogue->commit_ns / (double)KVK_NS_PER_SECOND);
+}
+
 static void visit_blocks(const struct visitor *visitor, const struct figures *figures)
 {
     for (int state = KVK_BLOCK_RESERVED; state < KVK_BLOCK_STATE_COUNT; state++) {
@@ -413,6 +440,7 @@ void kvk_report_stats(struct kvk_cache *cache,
     visit_counts(&visitor, &figures);
     visit_tenants(&visitor, cache, &figures);
     visit_disk(&visitor, &figures.disk);
+    visit_catalogue(&visitor, &figures);
     visit_plain(&visitor, "kvkeep_copied_bytes_total", kvk_mover_bytes(cache->mover));
     visit_plain(&visitor, "kvkeep_copy_bytes_per_second", kvk_mover_rate(cache->mover));
     free(figures.tenants);

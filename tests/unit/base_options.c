@@ -330,14 +330,14 @@ Test(base_options, structure)
 
 Test(base_options, lines_and_names_have_limits)
 {
-    static char text[6000];
+    static char text[10000];
     struct house house;
     struct kvk_error error;
     memset(text, ' ', sizeof(text));
     memcpy(text, "[main]\n", 7);
-    memcpy(text + 5000, "count = 4\n", 11);
+    memcpy(text + 9000, "count = 4\n", 11);
     cr_assert_eq(load(&house, text, &error), KVK_INVALID);
-    cr_assert_str_eq(error.text, "house.conf:2: main: the line is longer than 4095 bytes");
+    cr_assert_str_eq(error.text, "house.conf:2: main: the line is longer than 8191 bytes");
 
     memset(text, 'n', sizeof(text));
     memcpy(text, "[guest ", 7);

@@ -4,6 +4,7 @@
  */
 #include <errno.h>
 #include <ftw.h>
+#include <math.h>
 #include <stdio.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -127,6 +128,28 @@ static struct kvk_space_reply open_one(struct place *place, const struct kvk_spa
                                 &place->house.error),
                  KVK_OK, "%s", place->house.error.text);
     return reply;
+}
+
+static void keep_figure(void *context, const char *name, double value)
+{
+    struct {
+        const char *name;
+        double value;
+    } *wanted = context;
+    if (strcmp(name, wanted->name) == 0) {
+        wanted->value = value;
+    }
+}
+
+/* A counter or gauge as operators see it; NAN: it is not there. */
+static double figure(struct place *place, const char *name)
+{
+    struct {
+        const char *name;
+        double value;
+    } wanted = {.name = name, .value = NAN};
+    kvk_report_stats(place->house.cache, keep_figure, &wanted);
+    return wanted.value;
 }
 
 /* ---- Restarts ---- */
@@ -575,6 +598,65 @@ Test(persist, a_configuration_that_is_too_small_leaves_records_alone)
     cr_assert_eq(place.house.cache->stats.space_records_refused, 2);
     place_restart(&place);
     cr_assert_eq(place.house.cache->space_count, 6);
+    place_finish(&place);
+}
+
+/* ---- What operators see ---- */
+
+Test(persist, every_figure_moves)
+{
+    struct place place;
+    struct kvk_invalidate_reply reply;
+    place_init(&place);
+    place_start(&place);
+    cr_assert_eq(figure(&place, "kvkeep_spaces_restored_total"), 0);
+    cr_assert_eq(figure(&place, "kvkeep_catalogue_spaces"), 0);
+    cr_assert_eq(figure(&place, "kvkeep_catalogue_failing"), 0);
+    cr_assert_eq(figure(&place, "kvkeep_catalogue_limit_bytes"), 48 << 20);
+    uint64_t id = house_space(&place.house, "m");
+    cr_assert_eq(figure(&place, "kvkeep_catalogue_spaces"), 1);
+    double used = figure(&place, "kvkeep_catalogue_used_bytes");
+    cr_assert_gt(used, 0);
+    const uint32_t tokens[4] = {1, 2, 3, 4};
+    const uint64_t checksum = 5;
+    struct kvk_disk_block_record record = {.space_id = id,
+                                           .group = 9,
+                                           .tokens = tokens,
+                                           .token_count = 4,
+                                           .checksums = &checksum,
+                                           .shard_count = 1};
+    struct kvk_catalogue *catalogue = place.house.durable.catalogue;
+    for (record.slot = 0; record.slot < 100; record.slot++) {
+        cr_assert_eq(kvk_catalogue_block_put(catalogue, &record, NULL), KVK_OK);
+    }
+    cr_assert_eq(kvk_catalogue_flush(catalogue, &place.house.error), KVK_OK);
+    cr_assert_eq(figure(&place, "kvkeep_catalogue_blocks"), 100);
+    cr_assert_geq(figure(&place, "kvkeep_catalogue_commits_total"), 1);
+    cr_assert_eq(figure(&place, "kvkeep_catalogue_operations_total"), 100);
+    cr_assert_gt(figure(&place, "kvkeep_catalogue_commit_seconds"), 0);
+    cr_assert_gt(figure(&place, "kvkeep_catalogue_used_bytes"), used);
+
+    atomic_store(&disk_error, EIO);
+    const struct kvk_invalidate_request request = {.space_id = id};
+    cr_assert_eq(invalidate(&place, &request, &reply), KVK_UNAVAILABLE);
+    cr_assert_eq(figure(&place, "kvkeep_space_record_failures_total"), 1);
+    cr_assert_eq(kvk_catalogue_block_remove(catalogue, id, 9, 0, NULL), KVK_OK);
+    cr_assert_neq(kvk_catalogue_flush(catalogue, &place.house.error), KVK_OK);
+    cr_assert_eq(figure(&place, "kvkeep_catalogue_failing"), 1);
+    cr_assert_geq(figure(&place, "kvkeep_catalogue_commit_failures_total"), 1);
+    cr_assert_eq(figure(&place, "kvkeep_catalogue_queued"), 1);
+    atomic_store(&disk_error, 0);
+
+    const struct kvk_space_record foreign = {.id = 7,
+                                             .tenant_id = 1000,
+                                             .generation = 1,
+                                             .identity = (const uint8_t *)"x",
+                                             .identity_size = 1};
+    put_record(&place, &foreign);
+    place_restart(&place);
+    cr_assert_eq(figure(&place, "kvkeep_spaces_restored_total"), 1);
+    cr_assert_eq(figure(&place, "kvkeep_space_records_refused_total"), 1);
+    cr_assert_eq(figure(&place, "kvkeep_catalogue_damaged_records_total"), 0);
     place_finish(&place);
 }
 
