@@ -812,6 +812,10 @@ void kvk_usage_advance(struct kvk_cache *cache, const struct kvk_tenant *tenant,
                        enum kvk_tier tier);
 /* state.usage as it is now. */
 void kvk_usage_refresh(struct kvk_cache *cache, struct kvk_tenant_state *state);
+/* The tenant's place in the tables is nobody's any more: it has nothing. */
+void kvk_usage_end(struct kvk_cache *cache, struct kvk_tenant_state *state);
+/* Nor has it counters in the catalogue. */
+void kvk_usage_forget_unlocked(struct kvk_cache *cache, const struct kvk_tenant *tenant);
 /* Now and then: counters to the catalogue. Drops the lock. */
 void kvk_usage_maintain_drops(struct kvk_cache *cache);
 

@@ -525,7 +525,7 @@ static void sync_drops(struct kvk_cache *cache)
     kvk_unlock(&cache->lock);
     for (uint32_t i = 0; i < kvk_tenants_count(cache->tenants); i++) {
         const struct kvk_tenant *tenant = kvk_tenants_get(cache->tenants, i);
-        if (tenant != NULL) {
+        if (tenant != NULL && !kvk_tenant_is_leaving(tenant)) {
             (void)kvk_quota_sync(cache, tenant, NULL);
         }
     }

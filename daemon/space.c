@@ -173,13 +173,14 @@ static void space_destroy_unlocked(struct kvk_cache *cache, struct kvk_space *sp
     free(space);
 }
 
-/* Takes `identity` over, also where it fails. The id and generation come first: memory that outlives
- * the process is kept, and found again, under them. */
-static enum kvk_status
-space_create_unlocked(struct kvk_cache *cache, const struct kvk_tenant *tenant,
-                      const struct kvk_space_request *request, uint8_t *identity,
-                      size_t identity_size, uint64_t id, uint64_t generation,
-                      struct kvk_space **result, struct kvk_error *error)
+/* Takes `identity` over, also where it fails. The id and generation come first: memory that
+ * outlives the process is kept, and found again, under them. */
+static enum kvk_status space_create_unlocked(struct kvk_cache *cache,
+                                             const struct kvk_tenant *tenant,
+                                             const struct kvk_space_request *request,
+                                             uint8_t *identity, size_t identity_size, uint64_t id,
+                                             uint64_t generation, struct kvk_space **result,
+                                             struct kvk_error *error)
 {
     struct kvk_space *space = calloc(1, sizeof(*space));
     if (space == NULL) {
@@ -231,6 +232,19 @@ static void space_unlink(struct kvk_cache *cache, struct kvk_space *space)
     cache->space_count--;
 }
 
+bool kvk_space_reclaim_drops(struct kvk_cache *cache, struct kvk_space *space)
+{
+    if (!kvk_space_is_unused(cache, space)) {
+        return false;
+    }
+    space_unlink(cache, space);
+    kvk_unlock(&cache->lock);
+    kvk_persist_forget_unlocked(cache, space->id);
+    space_destroy_unlocked(cache, space);
+    kvk_lock(&cache->lock);
+    return true;
+}
+
 /* A place among config.spaces, where need be that of a space which nobody misses. */
 static enum kvk_status place_take_drops(struct kvk_cache *cache, struct kvk_error *error)
 {
@@ -240,16 +254,12 @@ static enum kvk_status place_take_drops(struct kvk_cache *cache, struct kvk_erro
     }
     kvk_tier_punch_drops(cache);
     for (struct kvk_space *space = cache->spaces; space != NULL; space = space->next) {
-        if (!kvk_space_is_unused(cache, space)) {
-            continue;
+        if (kvk_space_is_unused(cache, space)) {
+            cache->space_count++; /* taken before the lock is dropped */
+            bool gone = kvk_space_reclaim_drops(cache, space);
+            KVK_ASSERT(gone);
+            return KVK_OK;
         }
-        space_unlink(cache, space);
-        cache->space_count++;
-        kvk_unlock(&cache->lock);
-        kvk_persist_forget_unlocked(cache, space->id);
-        space_destroy_unlocked(cache, space);
-        kvk_lock(&cache->lock);
-        return KVK_OK;
     }
     return kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "spaces", cache->space_count,
                           cache->config->spaces, "all %u spaces of the configuration are in use",

@@ -48,6 +48,10 @@ KVK_CHECKED enum kvk_status kvk_space_restore(struct kvk_cache *cache,
                                               uint8_t *identity, size_t identity_size, uint64_t id,
                                               uint64_t generation, struct kvk_error *error);
 
+/* A space that is unused goes: out of all tables, and its memory, files and records with it. False:
+ * it is not. Drops the lock where it goes. */
+bool kvk_space_reclaim_drops(struct kvk_cache *cache, struct kvk_space *space);
+
 /* Write the generation behind the identity. */
 void kvk_space_set_generation(struct kvk_space *space, uint64_t generation);
 

@@ -107,6 +107,34 @@ static void usage_load_unlocked(const struct kvk_cache *cache, const struct kvk_
     }
 }
 
+void kvk_usage_end(struct kvk_cache *cache, struct kvk_tenant_state *state)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    KVK_ASSERT(state->spaces == NULL);
+    KVK_ASSERT(state->sequences == 0 && state->leases == 0);
+    for (int i = 0; i < KVK_QUOTA_TIERS; i++) {
+        KVK_ASSERT(state->bound_bytes[i] == 0 && state->growth_bytes[i] == 0);
+        cache->tiers[i].guarded_bytes -= state->quota.guaranteed_bytes[i];
+        cache->tiers[i].guaranteed_bytes -= state->quota.guaranteed_bytes[i];
+    }
+    memset(state, 0, sizeof(*state));
+}
+
+void kvk_usage_forget_unlocked(struct kvk_cache *cache, const struct kvk_tenant *tenant)
+{
+    char name[VALUE_NAME_SIZE];
+    const uint8_t nothing = 0; /* no version: see usage_load_unlocked() */
+    struct kvk_error error;
+    if (cache->catalogue == NULL) {
+        return;
+    }
+    value_name(tenant->id, name);
+    if (kvk_catalogue_put_value(cache->catalogue, name, &nothing, sizeof(nothing), &error) !=
+        KVK_OK) {
+        kvk_log(KVK_LOG_WARNING, "usage_not_forgotten", "reason=\"%s\"", error.text);
+    }
+}
+
 void kvk_usage_begin(struct kvk_cache *cache, const struct kvk_tenant *tenant)
 {
     struct kvk_tenant_usage usage;
@@ -118,14 +146,7 @@ void kvk_usage_begin(struct kvk_cache *cache, const struct kvk_tenant *tenant)
         kvk_unlock(&cache->lock);
         return;
     }
-    KVK_ASSERT(state->spaces == NULL);
-    KVK_ASSERT(state->sequences == 0 && state->leases == 0);
-    for (int i = 0; i < KVK_QUOTA_TIERS; i++) {
-        KVK_ASSERT(state->bound_bytes[i] == 0 && state->growth_bytes[i] == 0);
-        cache->tiers[i].guarded_bytes -= state->quota.guaranteed_bytes[i];
-        cache->tiers[i].guaranteed_bytes -= state->quota.guaranteed_bytes[i];
-    }
-    memset(state, 0, sizeof(*state));
+    kvk_usage_end(cache, state);
     state->usage = usage;
     state->usage_saved = usage;
     for (int i = 0; i < KVK_TIER_COUNT; i++) {
