@@ -159,7 +159,7 @@ def test_hangup_is_survived(start):
     daemon.process.send_signal(signal.SIGHUP)
     time.sleep(0.2)
     Worker(daemon).leave()
-    assert "hangup_ignored" in daemon.log.read_text()
+    assert "reloaded" in daemon.log.read_text()
 
 
 def test_systemd_is_told(folder):

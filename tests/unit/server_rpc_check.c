@@ -591,12 +591,21 @@ Test(rpc_wire, packed_ids_are_counted)
 Test(rpc_wire, every_request_can_be_walked)
 {
     const ProtobufCMessageDescriptor *const requests[] = {
-        &kvkeep__v1__lookup_request__descriptor,        &kvkeep__v1__append_request__descriptor,
-        &kvkeep__v1__attend_request__descriptor,        &kvkeep__v1__close_request__descriptor,
-        &kvkeep__v1__release_request__descriptor,       &kvkeep__v1__open_space_request__descriptor,
-        &kvkeep__v1__open_sequence_request__descriptor, &kvkeep__v1__pin_request__descriptor,
-        &kvkeep__v1__invalidate_request__descriptor,    &kvkeep__v1__get_block_request__descriptor,
-        &kvkeep__v1__session_request__descriptor,       &kvkeep__v1__touch_request__descriptor,
+        &kvkeep__v1__lookup_request__descriptor,
+        &kvkeep__v1__append_request__descriptor,
+        &kvkeep__v1__attend_request__descriptor,
+        &kvkeep__v1__close_request__descriptor,
+        &kvkeep__v1__release_request__descriptor,
+        &kvkeep__v1__open_space_request__descriptor,
+        &kvkeep__v1__open_sequence_request__descriptor,
+        &kvkeep__v1__pin_request__descriptor,
+        &kvkeep__v1__invalidate_request__descriptor,
+        &kvkeep__v1__get_block_request__descriptor,
+        &kvkeep__v1__session_request__descriptor,
+        &kvkeep__v1__touch_request__descriptor,
+        &kvkeep__v1__create_tenant_request__descriptor,
+        &kvkeep__v1__change_tenant_request__descriptor,
+        &kvkeep__v1__create_credential_request__descriptor,
     };
     struct kvk_error error;
     uint8_t buffer[8];
