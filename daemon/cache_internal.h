@@ -74,7 +74,8 @@ struct kvk_group_tier {
     uint64_t used_bytes;         /* = arena.used_count x arena.slot_bytes */
     uint64_t stray_bytes;        /* as last looked at */
     uint64_t stray_told_bytes;   /* the most that was logged */
-    bool adopted; /* its files are of before, and what is in them has not come back yet: see warm.c */
+    bool adopted; /* its files are of before, and what is in them has not come back yet: see warm.c
+                   */
 };
 
 struct kvk_group {
@@ -280,7 +281,7 @@ struct kvk_session {
     bool process_gone; /* known to be gone */
     int32_t pid;
     uint32_t uid;
-    int pidfd; /* ours; -1 */
+    int pidfd;              /* ours; -1 */
     uint64_t process_start; /* of the process: with pid, its name for ever; 0: not known */
     uint8_t side_token[KVK_TOKEN_SIZE];
     uint64_t side_token_until_ns;
@@ -332,7 +333,7 @@ struct kvk_tenant_state {
     uint64_t growth_bytes[KVK_TIER_COUNT]; /* and of growth_bytes */
     uint32_t sequences;                    /* open */
     uint32_t leases;
-    struct kvk_evict_share hint_share; /* what hints may keep of its blocks */
+    struct kvk_evict_share hint_share;             /* what hints may keep of its blocks */
     struct kvk_space *spaces;                      /* its own, by space.tenant_next */
     uint32_t group_count;                          /* of them */
     struct kvk_group *limit_group[KVK_TIER_COUNT]; /* whose victims go for its own limit; NULL: all
@@ -368,13 +369,31 @@ struct kvk_punch {
     struct kvk_punch *next;
 };
 
+/* A block that was computed again and differs from its cached twin beyond the tolerance. */
+struct kvk_wrong_reuse {
+    uint64_t time_ns;
+    uint64_t space_id;
+    struct kvk_key key;
+    uint32_t group;
+    uint32_t position; /* blocks before it in its chain */
+    uint32_t shard;    /* the first that differs, */
+    uint32_t layer;    /* and the layer, within the group, over all pipeline ranks */
+    bool is_value;     /* V; else K */
+    bool opaque;       /* bytes of which nothing is known */
+    double distance;   /* relative L2 */
+    double tolerance;  /* of the format */
+};
+#define KVK_WRONG_REUSE_COUNT 32 /* ring */
+
 struct kvk_cache_stats {
     uint64_t lookups, lookup_tokens, hit_tokens, retries;
     uint64_t hashed_bytes;
     uint64_t pins, opens, seals, appends, forks, closes;
     uint64_t sealed_blocks, duplicate_blocks, wrong_reuse;
-    uint64_t evictions[KVK_TIER_COUNT]; /* copies dropped to make room */
-    uint64_t forgotten_blocks;          /* last copies dropped */
+    uint64_t twins_equal, twins_compared, twins_left_out; /* of duplicate_blocks */
+    uint64_t opaque_differences;                          /* of twins_compared */
+    uint64_t evictions[KVK_TIER_COUNT];                   /* copies dropped to make room */
+    uint64_t forgotten_blocks;                            /* last copies dropped */
     uint64_t demoted_blocks, promoted_blocks;
     uint64_t swapped_out_blocks, swapped_in_blocks, swapped_out_bytes, swapped_in_bytes;
     uint64_t copy_failures, checksum_failures;
@@ -400,8 +419,8 @@ struct kvk_cache_stats {
     uint64_t disk_refused_blocks;  /* and records that were not */
     uint64_t spaces_restored, space_records_refused; /* at the start */
     uint64_t space_record_failures;                  /* to write or remove one */
-    uint64_t unkept_blocks; /* times that a block found no place in its sidecar */
-    uint64_t torn_records;  /* of sidecars, at the start */
+    uint64_t unkept_blocks;       /* times that a block found no place in its sidecar */
+    uint64_t torn_records;        /* of sidecars, at the start */
     uint64_t lookup_ns, saved_ns; /* what look-ups cost against what hits saved (estimate) */
 };
 
@@ -481,6 +500,7 @@ struct kvk_cache {
     uint32_t moves_under_way; /* blocks that are being copied between tiers, now */
     struct kvk_refusal refusals[KVK_REFUSAL_COUNT]; /* ring */
     uint64_t refusal_count;
+    struct kvk_wrong_reuse wrong_reuses[KVK_WRONG_REUSE_COUNT]; /* ring by stats.wrong_reuse */
     struct kvk_mrcs mrcs;       /* how often caches of other sizes would hit */
     struct kvk_journal journal; /* blocks that went */
     struct kvk_gone_cause {

@@ -170,7 +170,7 @@ struct kvk_settling {
  * Cannot fail. */
 void kvk_sequence_settle(struct kvk_cache *cache, struct kvk_sequence *sequence,
                          uint64_t settled_before, struct kvk_settling *settling);
-/* Compare the duplicates and give them back. Drops the lock where there are many bytes. */
+/* twins.c: compare the duplicates and give them back. Drops the lock where there are many bytes. */
 void kvk_settling_finish_drops(struct kvk_cache *cache, const struct kvk_caller *caller,
                                struct kvk_settling *settling);
 

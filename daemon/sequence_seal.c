@@ -3,9 +3,8 @@
  *
  * Full blocks of committed tokens are checksummed, sealed and indexed, in the order of the chain.
  * Where another indexed the same block first, the later copy stays private and the two are
- * compared: that they differ by more than rounding means that the cache serves what it should not.
+ * compared: see twins.c.
  */
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -14,7 +13,6 @@
 #include "base/log.h"
 #include "daemon/sequence_internal.h"
 #include "daemon/sidecar.h"
-#include "gpu/values.h"
 
 #define CHECKSUM_BATCH 256 /* blocks */
 
@@ -273,135 +271,6 @@ void kvk_sequence_settle(struct kvk_cache *cache, struct kvk_sequence *sequence,
         sequence->whole_blocks = end;
     }
     windows_move(cache, sequence, settled_before);
-}
-
-/* ---- Comparing ---- */
-
-/* How far K and V computed twice may lie apart, as a share of their size: other batches, other
- * orders of summing. What was computed for other tokens is off by all of it. */
-static double tolerance_of(enum kvk_format format)
-{
-    switch (format) {
-    case KVK_FORMAT_FP32:
-        return 1e-3;
-    case KVK_FORMAT_FP16:
-        return 2e-2;
-    case KVK_FORMAT_BF16:
-        return 8e-2;
-    case KVK_FORMAT_NONE:
-        break;
-    }
-    return 0;
-}
-
-/* Relative L2 distance of two runs of values within the tolerance? A NaN equals a NaN only. */
-static bool values_agree(enum kvk_format format, const uint8_t *a, const uint8_t *b,
-                         uint64_t size_bytes)
-{
-    uint64_t count = size_bytes / kvk_format_bytes(format);
-    double distance = 0;
-    double size = 0;
-    for (uint64_t i = 0; i < count; i++) {
-        double x = (double)kvk_value_widen(format, a, i);
-        double y = (double)kvk_value_widen(format, b, i);
-        if (isnan(x) || isnan(y)) {
-            if (isnan(x) != isnan(y)) {
-                return false;
-            }
-            continue;
-        }
-        if (x != y) { /* equal infinities are no distance */
-            distance += (x - y) * (x - y);
-        }
-        size += x * x + y * y;
-    }
-    double tolerance = tolerance_of(format);
-    return distance <= tolerance * tolerance * size / 2;
-}
-
-/* Do two copies of one shard say the same? Nothing is known of opaque bytes that differ. */
-static bool shard_agrees(const struct kvk_group *group, uint32_t shard, const uint8_t *a,
-                         const uint8_t *b)
-{
-    const struct kvk_geometry *geometry = &group->geometry;
-    uint64_t size_bytes = group->shard_bytes[shard];
-    if (memcmp(a, b, size_bytes) == 0 || geometry->layout == KVK_LAYOUT_OPAQUE) {
-        return true;
-    }
-    uint32_t layers = kvk_geometry_shard_layers(geometry, shard);
-    for (uint32_t layer = 0; layer < layers; layer++) {
-        uint64_t k = kvk_geometry_k_offset(geometry, shard, layer);
-        uint64_t v = kvk_geometry_v_offset(geometry, shard, layer);
-        uint64_t end =
-            layer + 1 < layers ? kvk_geometry_k_offset(geometry, shard, layer + 1) : size_bytes;
-        uint64_t k_end = geometry->latent ? end : v;
-        if (!values_agree(geometry->format_k, a + k, b + k, k_end - k) ||
-            (!geometry->latent && !values_agree(geometry->format_v, a + v, b + v, end - v))) {
-            return false;
-        }
-    }
-    return true;
-}
-
-/* Where the shards of both lie; read with the lock, used without. */
-struct comparison {
-    const struct kvk_group *group;
-    const uint8_t *ours[KVK_SHARD_COUNT_MAX];
-    const uint8_t *winner[KVK_SHARD_COUNT_MAX];
-};
-
-static void comparison_find(const struct kvk_cache *cache, const struct kvk_duplicate *duplicate,
-                            struct comparison *comparison)
-{
-    const struct kvk_block *ours = kvk_index_block(cache->index, duplicate->ours);
-    const struct kvk_block *winner = kvk_index_block(cache->index, duplicate->winner);
-    comparison->group = kvk_group_of(cache, ours);
-    for (uint32_t s = 0; s < comparison->group->shard_count; s++) {
-        comparison->ours[s] =
-            kvk_block_address(cache, ours, (enum kvk_tier)duplicate->ours_tier, s);
-        comparison->winner[s] =
-            kvk_block_address(cache, winner, (enum kvk_tier)duplicate->winner_tier, s);
-    }
-}
-
-static bool comparison_agrees(const struct comparison *comparison)
-{
-    for (uint32_t s = 0; s < comparison->group->shard_count; s++) {
-        if (!shard_agrees(comparison->group, s, comparison->ours[s], comparison->winner[s])) {
-            return false;
-        }
-    }
-    return true;
-}
-
-void kvk_settling_finish_drops(struct kvk_cache *cache, const struct kvk_caller *caller,
-                               struct kvk_settling *settling)
-{
-    for (uint32_t i = 0; i < settling->duplicate_count; i++) {
-        const struct kvk_duplicate *duplicate = &settling->duplicates[i];
-        struct comparison comparison;
-        comparison_find(cache, duplicate, &comparison);
-        /* Where the caller may not block the whole call was of few bytes. */
-        struct kvk_space *space = comparison.group->space;
-        space->reference_count++;
-        if (caller->may_block) {
-            kvk_unlock(&cache->lock);
-        }
-        bool agrees = comparison_agrees(&comparison);
-        if (caller->may_block) {
-            kvk_lock(&cache->lock);
-        }
-        space->reference_count--;
-        if (!agrees) {
-            cache->stats.wrong_reuse++;
-            kvk_log(KVK_LOG_ERROR, "wrong_reuse", "space=%llu group=%u block=%u",
-                    (unsigned long long)space->id, comparison.group->index, duplicate->winner);
-        }
-        kvk_block_return(cache, duplicate->ours, (enum kvk_tier)duplicate->ours_tier);
-        kvk_block_return(cache, duplicate->winner, (enum kvk_tier)duplicate->winner_tier);
-    }
-    free(settling->duplicates);
-    *settling = (struct kvk_settling){0};
 }
 
 /* ---- The call ---- */
