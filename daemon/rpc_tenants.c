@@ -334,13 +334,6 @@ KVK_RPC_HANDLER(kvk_rpc_change_tenant)
 
 /* ---- DeleteTenant ---- */
 
-/* H5-TEMPORARY until forget.c is there */
-__attribute__((weak)) enum kvk_status kvk_tenant_forget(struct kvk_cache *cache, const struct kvk_caller *caller, const struct kvk_tenant *tenant, struct kvk_forget_counts *counts, struct kvk_error *error)
-{
-    (void)cache; (void)caller; (void)tenant; (void)counts; (void)error;
-    return KVK_OK;
-}
-
 static enum kvk_status delete_tenant(struct kvk_rpc_run *run, const char *name,
                                      uint32_t *credentials, struct kvk_forget_counts *counts,
                                      struct kvk_error *error)
