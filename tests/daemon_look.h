@@ -19,7 +19,7 @@ struct tier_look {
 struct look {
     char target[96];
     char tenant[32];           /* told: whose things are counted; empty: everybody's */
-    struct tier_look tiers[3]; /* by enum kvkeep_tier, of all tenants */
+    struct tier_look tiers[4]; /* by enum kvkeep_tier, of all tenants */
     uint64_t reserved, active, sealed, shared, evictable;
     uint64_t device_blocks, host_blocks;
     uint64_t sequences, leases, transfers, instances, sessions, lost_sessions, quarantine_blocks;
@@ -40,7 +40,7 @@ static inline void look_tiers(struct look *look)
     look->device_blocks = look->host_blocks = 0;
     for (size_t i = 0; i < response->n_tiers; i++) {
         const Kvkeep__V1__TierUse *tier = response->tiers[i];
-        CHECK(tier->tier == 1 || tier->tier == 2, "tier %d", (int)tier->tier);
+        CHECK(tier->tier >= 1 && tier->tier <= 3, "tier %d", (int)tier->tier);
         look->tiers[tier->tier] = (struct tier_look){.limit = tier->limit_bytes,
                                                      .used = tier->used_bytes,
                                                      .free = tier->free_bytes,
