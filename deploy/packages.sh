@@ -8,7 +8,7 @@ packages=(
     libgrpc-dev libprotobuf-c-dev protobuf-c-compiler protobuf-compiler
     libxxhash-dev liblmdb-dev liburing-dev libssl-dev libjansson-dev libmicrohttpd-dev zlib1g-dev libunistring-dev
 )
-test_packages=(libcriterion-dev fio clang-format clang-tidy python3 python3-venv)
+test_packages=(libcriterion-dev fio clang-format clang-tidy python3 python3-venv chromium)
 
 if [[ "${1:-}" == "--test" ]]; then
     packages+=("${test_packages[@]}")

@@ -76,6 +76,7 @@ python_tests() {
     # Apart: the first make their stubs as a worker's author would, the second use the package.
     pytest_folder tests/e2e "$logs/pytest-e2e.log"
     pytest_folder tests/python "$logs/pytest-python.log"
+    pytest_folder tests/page "$logs/pytest-page.log"
 }
 
 # pytest_folder FOLDER LOG: run its tests and count them.
