@@ -1,0 +1,98 @@
+"""What is deployed beside the daemon names what the daemon has: metrics, fields, alerts."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from conftest import ROOT, binary
+from test_http import CONFIG, OTHER, TOKEN, Web
+
+DEPLOY = ROOT / "deploy"
+yaml = pytest.importorskip("yaml")
+
+
+@pytest.fixture(scope="module")
+def rules():
+    return yaml.safe_load((DEPLOY / "prometheus" / "kvkeep-rules.yml").read_text())
+
+
+def names_in(text):
+    return set(re.findall(r"\bkvkeep_[a-z0-9_]+", text))
+
+
+def test_dashboard_and_alerts_ask_for_metrics_that_there_are(start, rules):
+    import kvkeep
+
+    daemon = start(CONFIG % ("metrics", TOKEN, OTHER, os.getuid()))
+    with kvkeep.connect(daemon.target) as client:  # so that the tenant has figures
+        group = kvkeep.LayerGroup(layers=1, kv_heads=1, head_size_k=8)
+        client.lookup(client.open_space(kvkeep.Identity(model="m"), [group]), [1] * 32)
+    text = Web(daemon).ask("GET", "/metrics")[1].decode()
+    there = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    board = json.loads((DEPLOY / "grafana" / "kvkeep.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    queries += [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
+    assert len(queries) > 20
+    for query in queries:
+        assert names_in(query) <= there, (query, names_in(query) - there)
+
+
+def test_every_alert_has_a_section_in_the_runbook(rules):
+    runbook = (ROOT / "docs" / "runbook.md").read_text()
+    for rule in rules["groups"][0]["rules"]:
+        assert f"\n## {rule['alert']}\n" in runbook
+        assert rule["annotations"]["runbook"].endswith("#" + rule["alert"].lower())
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool")
+def test_promtool_takes_the_rules():
+    done = subprocess.run(["promtool", "check", "rules", DEPLOY / "prometheus/kvkeep-rules.yml"],
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def check_config(path):
+    done = subprocess.run([binary(), "--config", path, "--check-config"], capture_output=True,
+                          text=True, timeout=10, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_example_configurations_are_right(tmp_path):
+    for path in (DEPLOY / "kvkeepd.conf", DEPLOY / "docker" / "kvkeepd.conf"):
+        check_config(path)
+    objects = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "kvkeep.yaml").read_text()))
+    config = next(item for item in objects if item["kind"] == "ConfigMap")
+    path = tmp_path / "kvkeepd.conf"
+    path.write_text(config["data"]["kvkeepd.conf"])
+    check_config(path)
+
+
+def test_the_pod_is_not_privileged():
+    objects = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "kvkeep.yaml").read_text()))
+    for item in objects:
+        assert item["apiVersion"] and item["kind"] and item["metadata"]["name"]
+    pod = next(item for item in objects if item["kind"] == "DaemonSet")["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    assert container["securityContext"] == {
+        "privileged": False, "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]}}
+    assert pod["securityContext"]["runAsNonRoot"]
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert container[probe]["httpGet"]["path"].startswith("/health/")
+
+
+def test_compose_names_files_that_there_are():
+    compose = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())
+    for service in compose["services"].values():
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            if source.startswith("."):
+                assert (DEPLOY / "docker" / source).exists(), volume
+    assert pathlib.Path(DEPLOY / "docker" / "Dockerfile").exists()
