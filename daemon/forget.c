@@ -2,6 +2,7 @@
 
 #include <sched.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/assert.h"
 #include "base/log.h"
@@ -10,6 +11,8 @@
 #include "daemon/space_internal.h"
 
 #define SLICE_IDS 4096 /* block ids that a sweep looks at with the lock held */
+#define SLICE_SLOTS 64
+#define PAGE_BYTES UINT64_C(4096)
 #define DISK_ROUNDS 256
 #define WAIT_NS (20 * KVK_NS_PER_MS) /* for a busy call of the tenant to end */
 #define WAITS 50
@@ -178,6 +181,43 @@ static void slabs_punch_drops(struct kvk_cache *cache, struct kvk_tenant_state *
     kvk_tier_punch_drops(cache);
 }
 
+/* Memory comes and goes by whole pages. Where slots are none, what lies in free ones is wiped:
+ * their pages may stay for as long as a process keeps the file. Nobody takes slots of a tenant
+ * without sessions, so this needs the lock only to see which are free. */
+static void odd_slots_wipe_drops(struct kvk_cache *cache, struct kvk_group *group,
+                                 enum kvk_tier tier)
+{
+    struct kvk_group_tier *at = &group->tiers[tier];
+    for (uint32_t shard = 0; at->present && shard < group->shard_count; shard++) {
+        uint64_t bytes = group->shard_bytes[shard];
+        if (bytes % PAGE_BYTES == 0 || at->regions[shard].fd < 0) {
+            continue;
+        }
+        uint32_t end = at->arena.place_fresh * at->arena.slab_slots;
+        for (uint32_t slot = 0; slot < end; slot++) {
+            if (!kvk_arena_is_used(&at->arena, slot)) {
+                memset(at->regions[shard].address + slot * bytes, 0, bytes);
+            }
+            if (slot % SLICE_SLOTS == SLICE_SLOTS - 1) {
+                yield_drops(cache);
+            }
+        }
+    }
+}
+
+static void odd_slots_drops(struct kvk_cache *cache, const struct kvk_tenant_state *state)
+{
+    for (struct kvk_space *space = state->spaces; space != NULL; space = space->tenant_next) {
+        space->reference_count++; /* stays while the lock is dropped */
+        for (uint32_t g = 0; g < space->group_count; g++) {
+            for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+                odd_slots_wipe_drops(cache, space->groups[g], (enum kvk_tier)i);
+            }
+        }
+        space->reference_count--;
+    }
+}
+
 /* Spaces that nothing refers to any more go, with their files. */
 static void spaces_destroy_drops(struct kvk_cache *cache, struct kvk_tenant_state *state,
                                  struct kvk_forget_counts *counts)
@@ -202,6 +242,7 @@ static void let_go_drops(struct kvk_cache *cache, const struct kvk_tenant *tenan
     disk_settle_drops(cache, tenant);
     slabs_punch_drops(cache, state);
     spaces_destroy_drops(cache, state, counts);
+    odd_slots_drops(cache, state);
 }
 
 /* Calls of it that are still running end soon: they were told that their sequences are gone. */
