@@ -146,6 +146,7 @@ enum kvk_status kvk_disk_read_jobs_drops(struct kvk_cache *cache, enum kvk_tier 
     bool ready = reading_init(cache, tier, jobs, count, &reading);
     if (ready) {
         kvk_unlock(&cache->lock);
+        kvk_disk_hook_unlocked(cache->disk_tier);
         status = kvk_disk_read(cache->disk, (enum kvk_disk_class) class, reading.pieces,
                                reading.piece_count, &error);
         kvk_lock(&cache->lock);

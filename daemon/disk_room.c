@@ -287,6 +287,7 @@ static enum kvk_status back_drops(struct kvk_cache *cache, struct kvk_group *gro
     group->space->reference_count++;
     at->backing_count++;
     kvk_unlock(&cache->lock);
+    kvk_disk_hook_unlocked(cache->disk_tier);
     status = kvk_disk_file_allocate(group->disk->file, place * at->arena.slab_slots, slots, &error);
     kvk_lock(&cache->lock);
     at->backing_count--;

@@ -353,6 +353,14 @@ bool kvk_disk_round_drops(struct kvk_cache *cache)
     return more;
 }
 
+void kvk_disk_test_hook(struct kvk_cache *cache, void (*hook)(void *context), void *context)
+{
+    if (cache->disk_tier != NULL) {
+        cache->disk_tier->hook = hook;
+        cache->disk_tier->hook_context = context;
+    }
+}
+
 /* ---- Figures ---- */
 
 uint64_t kvk_disk_restore_ns(const struct kvk_cache *cache, uint64_t bytes)

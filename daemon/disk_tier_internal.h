@@ -50,6 +50,8 @@ struct kvk_disk_tier {
     bool thread_running;
     bool stopping;
     bool round_running; /* by whoever steps: not entered twice */
+    void (*hook)(void *context); /* tests; NULL: none */
+    void *hook_context;
 };
 
 struct kvk_disk_group {
@@ -77,6 +79,13 @@ static inline bool kvk_disk_is_memory(const struct kvk_block *block)
 static inline bool kvk_disk_is_on_disk(const struct kvk_block *block)
 {
     return (block->tier_mask & (1U << KVK_TIER_DISK)) != 0;
+}
+
+static inline void kvk_disk_hook_unlocked(const struct kvk_disk_tier *tier)
+{
+    if (tier->hook != NULL) {
+        tier->hook(tier->hook_context);
+    }
 }
 
 /* Whole, indexed, and not invalidated. */

@@ -323,6 +323,7 @@ static enum kvk_status sync_unlocked(struct batch *batch, struct kvk_error *erro
 static enum kvk_status write_unlocked(struct kvk_cache *cache, struct batch *batch,
                                       uint32_t piece_count, struct kvk_error *error)
 {
+    kvk_disk_hook_unlocked(cache->disk_tier);
     enum kvk_status status =
         kvk_disk_write(cache->disk, KVK_DISK_BEHIND, batch->pieces, piece_count, error);
     for (uint32_t i = 0; i < batch->count; i++) {

@@ -117,17 +117,22 @@ static inline enum kvk_status faulty_open(struct faulty_disk *faulty, struct kvk
                                       .sync = faulty_sync,
                                       .context = faulty};
     const struct kvk_disk_options options = {
-        .folder = faulty->folder, .thread_count = 2, .io = &faulty->io, .probe_ms = 20};
+        .folder = faulty->folder, .thread_count = 1, .io = &faulty->io, .probe_ms = 20};
     return kvk_disk_open(&options, &faulty->disk, error);
 }
 
-static inline bool faulty_init(struct faulty_disk *faulty)
+static inline bool faulty_init_at(struct faulty_disk *faulty, const char *where)
 {
     memset(faulty, 0, sizeof(*faulty));
     atomic_store(&faulty->read_errno, EIO);
     atomic_store(&faulty->write_errno, EIO);
-    (void)snprintf(faulty->folder, sizeof(faulty->folder), "/tmp/kvkeep-disk-XXXXXX");
+    (void)snprintf(faulty->folder, sizeof(faulty->folder), "%s/kvkeep-disk-XXXXXX", where);
     return mkdtemp(faulty->folder) != NULL;
+}
+
+static inline bool faulty_init(struct faulty_disk *faulty)
+{
+    return faulty_init_at(faulty, "/tmp");
 }
 
 static inline int faulty_remove_one(const char *path, const struct stat *stat, int kind,

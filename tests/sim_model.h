@@ -12,6 +12,10 @@
 
 #include "base/random.h"
 #include "daemon/cache_internal.h"
+#include "hosttier/catalogue.h"
+#include "tests/faulty_disk.h"
+
+#define PAST 48
 
 enum {
     SPACES = 3,
@@ -97,6 +101,16 @@ struct sim {
     struct kvk_tables tables;
     /* what happened, so that a run that tests nothing is seen */
     uint64_t hits, hit_tokens, refusals, reads, swaps, nested, copy_failures, ended;
+    /* the disk below, and what lasts; NULL: none */
+    struct faulty_disk faulty;
+    struct kvk_catalogue *catalogue;
+    uint64_t disk_faults;
+    struct sim_past { /* prompts that were sealed: some come back */
+        uint32_t space, salt;
+        uint64_t length;
+        uint32_t tokens[LENGTH_MAX];
+    } past[PAST];
+    uint32_t past_count;
 };
 
 static struct sim sim;

@@ -123,6 +123,12 @@ static void event_open(void)
     made.salt = pick(2);
     made.length = made.committed = pick(LENGTH_MAX / 2);
     prompt_make(made.tokens, made.length);
+    const struct sim_past *past = &sim.past[pick(PAST)];
+    if (chance(0.4) && past->length > 0 && past->space == instance->space) {
+        made.salt = past->salt;
+        made.length = made.committed = past->length;
+        memcpy(made.tokens, past->tokens, past->length * sizeof made.tokens[0]);
+    }
     struct kvk_open_request request = {.session_id = any_session(instance),
                                        .space_id = sim.space_ids[instance->space],
                                        .prompt = prompt_of(made.tokens, made.length, &made.salt),
@@ -219,6 +225,13 @@ static void event_seal(void)
         SIM_ASSERT(sequence->open && sequence->life == life);
         sequence->rank_sealed[r] = length;
         SIM_ASSERT(reply.sealed_tokens == sealed_of(sequence));
+        if (sequence->committed <= LENGTH_MAX / 2) {
+            struct sim_past *past = &sim.past[sim.past_count++ % PAST];
+            past->space = space;
+            past->salt = sequence->salt;
+            past->length = sequence->committed;
+            memcpy(past->tokens, sequence->tokens, past->length * sizeof past->tokens[0]);
+        }
     }
 }
 
@@ -510,6 +523,29 @@ static void event_fault(void)
     }
 }
 
+/* A round of the disk's; now and then one of the things that disks do, to the next few requests. */
+static void event_disk(void)
+{
+    struct faulty_disk *faulty = &sim.faulty;
+    _Atomic int *kinds[] = {&faulty->fail_reads,  &faulty->fail_writes, &faulty->fail_syncs,
+                            &faulty->short_reads, &faulty->torn_writes, &faulty->fail_allocations};
+    if (faulty->disk == NULL) {
+        return;
+    }
+    kvk_cache_maintain(sim.cache);
+    if (chance(0.3)) { /* what nobody met is over */
+        for (uint32_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++) {
+            atomic_store(kinds[i], 0);
+        }
+    }
+    if (!chance(0.05)) {
+        return;
+    }
+    atomic_store(kinds[pick(sizeof kinds / sizeof kinds[0])], (int)(1 + pick(4)));
+    atomic_store(&faulty->write_errno, chance(0.3) ? ENOSPC : EIO);
+    sim.disk_faults++;
+}
+
 static void event_run(void)
 {
     static void (*const events[])(void) = {
@@ -517,7 +553,7 @@ static void event_run(void)
         event_append,     event_append, event_append, event_seal,  event_seal,  event_seal,
         event_seal,       event_cut,    event_fork,   event_swap,  event_swap,  event_close,
         event_close,      event_read,   event_read,   event_pin,   event_lease, event_transfer,
-        event_invalidate, event_end,    event_time,   event_fault,
+        event_invalidate, event_end,    event_time,   event_fault, event_disk,  event_disk,
     };
     events[pick(sizeof events / sizeof events[0])]();
     sim.done++;
@@ -557,6 +593,37 @@ static struct kvk_device *device_open(void)
     struct kvk_device *device = NULL;
     SIM_ASSERT(kvk_device_cpu_open(&options, &device, &error) == KVK_OK);
     return device;
+}
+
+/* In three of four seeds there is a disk, in half of those a catalogue that outlives slots. */
+static void disk_make(void)
+{
+    const char *where = access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp";
+    if (chance(0.25)) {
+        return;
+    }
+    SIM_ASSERT(faulty_init_at(&sim.faulty, where));
+    SIM_ASSERT(faulty_open(&sim.faulty, &error) == KVK_OK);
+    sim.config.disk_bytes = 4096 * (2 + pick(60));
+    if (chance(0.7)) { /* little memory, so that the disk is needed */
+        sim.config.device_bytes = sim.config.device_bytes > 0 ? 64 * (8 + pick(24)) : 0;
+        sim.config.host_bytes = sim.config.host_bytes > 0 ? 64 * (8 + pick(24)) : 0;
+    }
+    sim.config.disk_admit_uses = 1 + pick(2);
+    sim.config.disk_read_ahead = pick(2) * 16;
+    if (chance(0.5)) {
+        const struct kvk_catalogue_options options = {.folder = sim.faulty.folder,
+                                                      .map_bytes = UINT64_C(16) << 20};
+        SIM_ASSERT(kvk_catalogue_open(&options, &sim.catalogue, &error) == KVK_OK);
+    }
+}
+
+static void disk_end(void)
+{
+    kvk_catalogue_close(sim.catalogue);
+    if (sim.faulty.disk != NULL) {
+        faulty_finish(&sim.faulty);
+    }
 }
 
 static struct kvk_geometry geometry(uint32_t ranks, uint32_t window, uint32_t sinks)
@@ -619,7 +686,8 @@ static void spaces_open(void)
         struct kvk_space_request request = {.block_tokens = BLOCK_TOKENS,
                                             .group_count = sim.group_counts[s],
                                             .flops_per_token = 10,
-                                            .flops_per_token_position = 1};
+                                            .flops_per_token_position = 1,
+                                            .flops_per_second = chance(0.7) ? 0 : 1e6};
         request.identity.parts[KVK_IDENTITY_MODEL - 1] =
             (struct kvk_view){(const uint8_t *)"same for both", 13 - (s == 1 ? 1 : 0)};
         memcpy(request.groups, sim.groups[s], sizeof sim.groups[s]);
@@ -639,7 +707,10 @@ static void world_open(uint64_t seed)
     kvk_clock_manual_init(&sim.clock, 1000 * KVK_NS_PER_SECOND);
     config_make();
     SIM_ASSERT(kvk_tenants_create(&sim.config, &sim.tenants, &error) == KVK_OK);
+    disk_make();
     struct kvk_cache_options options = {
+        .disk = sim.faulty.disk,
+        .catalogue = sim.catalogue,
         .config = &sim.config,
         .tenants = sim.tenants,
         .clock = &sim.clock.clock,
@@ -654,14 +725,17 @@ static void world_open(uint64_t seed)
                                             false, 0, &credential, &error) == KVK_OK);
         sim.callers[t] = (struct kvk_caller){.credential = credential, .call = "Simulation"};
     }
+    kvk_disk_tidy_unlocked(sim.cache);
     spaces_open();
     kvk_mover_test_hook(sim.cache->mover, between, NULL);
+    kvk_disk_test_hook(sim.cache, between, NULL);
 }
 
 /* With all sessions closed and the index emptied, all is free. */
 static void world_close(void)
 {
     kvk_mover_test_hook(sim.cache->mover, NULL, NULL);
+    kvk_disk_test_hook(sim.cache, NULL, NULL);
     for (uint32_t i = 0; i < INSTANCES; i++) {
         for (uint32_t r = 0; r < RANKS_MAX && sim.instances[i].open; r++) {
             if (sim.instances[i].sessions[r] != 0) {
@@ -680,7 +754,7 @@ static void world_close(void)
         event_time();
     }
     kvk_cache_check(sim.cache);
-    for (uint32_t t = 0; t < KVK_MEMORY_TIER_COUNT; t++) {
+    for (uint32_t t = 0; t < KVK_TIER_COUNT; t++) {
         SIM_ASSERT(sim.cache->tiers[t].used_bytes == 0);
         SIM_ASSERT(sim.cache->tiers[t].bound_bytes == 0);
         SIM_ASSERT(sim.cache->tiers[t].growth_bytes == 0);
@@ -690,6 +764,7 @@ static void world_close(void)
     kvk_tenants_destroy(sim.tenants);
     kvk_config_finish(&sim.config);
     kvk_tables_finish(&sim.tables);
+    disk_end();
 }
 
 static void seed_run(uint64_t seed, uint64_t events)
@@ -699,14 +774,20 @@ static void seed_run(uint64_t seed, uint64_t events)
         event_run();
     }
     printf("seed %llu: device %llu, host %llu bytes, %s: %llu events (%llu in between), %llu hits, "
-           "%llu reads, %llu swaps, %llu refusals, %llu ends, %llu faults\n",
+           "%llu reads, %llu swaps, %llu refusals, %llu ends, %llu faults, disk %llu bytes%s, "
+           "%llu written, %llu restored, %llu faults\n",
            (unsigned long long)seed, (unsigned long long)sim.config.device_bytes,
            (unsigned long long)sim.config.host_bytes,
            sim.config.policy == KVK_EVICT_LRU ? "lru" : "rp-cost", (unsigned long long)sim.done,
            (unsigned long long)sim.nested, (unsigned long long)sim.hits,
            (unsigned long long)sim.reads, (unsigned long long)sim.swaps,
            (unsigned long long)sim.refusals, (unsigned long long)sim.ended,
-           (unsigned long long)sim.copy_failures);
+           (unsigned long long)sim.copy_failures,
+           (unsigned long long)(sim.faulty.disk != NULL ? sim.config.disk_bytes : 0),
+           sim.catalogue != NULL ? " recorded" : "",
+           (unsigned long long)sim.cache->stats.disk_written_blocks,
+           (unsigned long long)sim.cache->stats.disk_restored_blocks,
+           (unsigned long long)sim.disk_faults);
     fflush(stdout);
     SIM_ASSERT(events < 10000 || (sim.hits > 0 && sim.reads > 0 && sim.refusals > 0));
     world_close();
