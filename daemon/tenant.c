@@ -65,6 +65,20 @@ void kvk_tenant_quota(const struct kvk_tenant *tenant, struct kvk_tenant_quota *
     memcpy(quota, words, sizeof(*quota));
 }
 
+bool kvk_tenant_quota_equal(const struct kvk_tenant_quota *a, const struct kvk_tenant_quota *b)
+{
+    for (int i = 0; i < KVK_CATALOGUE_TIERS; i++) {
+        if (a->guaranteed_bytes[i] != b->guaranteed_bytes[i] ||
+            a->limit_bytes[i] != b->limit_bytes[i]) {
+            return false;
+        }
+    }
+    return a->sequences == b->sequences && a->leases == b->leases &&
+           a->requests_per_second == b->requests_per_second &&
+           a->request_burst == b->request_burst && a->over_quota == b->over_quota &&
+           a->idle_ms == b->idle_ms;
+}
+
 enum kvk_status kvk_tenant_check(const struct kvk_tenant *tenant, struct kvk_error *error)
 {
     if (kvk_tenant_is_leaving(tenant)) {

@@ -59,20 +59,6 @@ static void change_apply(struct kvk_tenant_record *record, const struct kvk_tena
     }
 }
 
-static bool quota_equal(const struct kvk_tenant_quota *a, const struct kvk_tenant_quota *b)
-{
-    for (int i = 0; i < KVK_CATALOGUE_TIERS; i++) {
-        if (a->guaranteed_bytes[i] != b->guaranteed_bytes[i] ||
-            a->limit_bytes[i] != b->limit_bytes[i]) {
-            return false;
-        }
-    }
-    return a->sequences == b->sequences && a->leases == b->leases &&
-           a->requests_per_second == b->requests_per_second &&
-           a->request_burst == b->request_burst && a->over_quota == b->over_quota &&
-           a->idle_ms == b->idle_ms;
-}
-
 /* With the record's own kept: what the file, or a repeated call, would make of it. */
 static bool is_same(const struct kvk_tenant_entry *entry,
                     const struct kvk_tenant_change *properties)
@@ -81,7 +67,7 @@ static bool is_same(const struct kvk_tenant_entry *entry,
     change_apply(&wanted, properties);
     return !entry->tenant.configured && entry->record.mode == wanted.mode &&
            entry->record.may_publish == wanted.may_publish &&
-           quota_equal(&entry->record.quota, &wanted.quota);
+           kvk_tenant_quota_equal(&entry->record.quota, &wanted.quota);
 }
 
 static enum kvk_status tenant_add(struct kvk_tenants *tenants, const char *name,
@@ -193,15 +179,20 @@ struct next_table {
     struct kvk_auth_snapshot *snapshot;
 };
 
-/* `place` replaced by `entry` (NULL: left out), or `entry` appended where it is UINT32_MAX. */
-static enum kvk_status table_prepare(const struct kvk_tenants *tenants, uint32_t place,
-                                     struct kvk_credential_entry *entry, struct next_table *next,
-                                     struct kvk_error *error)
+static enum kvk_status no_memory(struct kvk_error *error)
+{
+    return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for credentials");
+}
+
+/* `place` replaced by `entry` (NULL: left out), or `entry` appended where it is UINT32_MAX. False:
+ * no memory. */
+static bool table_prepare(const struct kvk_tenants *tenants, uint32_t place,
+                          struct kvk_credential_entry *entry, struct next_table *next)
 {
     uint32_t before = atomic_load(&tenants->credential_count);
     *next = (struct next_table){.list = calloc(before + 1u, sizeof(*next->list))};
     if (next->list == NULL) {
-        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for credentials");
+        return false;
     }
     for (uint32_t i = 0; i < before; i++) {
         struct kvk_credential_entry *kept = i == place ? entry : tenants->credentials[i];
@@ -216,9 +207,9 @@ static enum kvk_status table_prepare(const struct kvk_tenants *tenants, uint32_t
     next->snapshot = kvk_auth_snapshot_make(next->list, next->count);
     if (next->snapshot == NULL) {
         free(next->list);
-        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for credentials");
+        return false;
     }
-    return KVK_OK;
+    return true;
 }
 
 static void table_install(struct kvk_tenants *tenants, struct next_table *next)
@@ -244,11 +235,11 @@ static enum kvk_status credential_put(struct kvk_tenants *tenants, uint32_t plac
     struct kvk_credential_entry *entry = NULL;
     struct next_table next;
     enum kvk_status status = kvk_credential_make(tenants, record, false, &entry, error);
-    if (status == KVK_OK) {
-        status = table_prepare(tenants, place, entry, &next, error);
-    }
     if (status != KVK_OK) {
         return status;
+    }
+    if (!table_prepare(tenants, place, entry, &next)) {
+        return no_memory(error);
     }
     status = kvk_catalogue_put_credential(tenants->catalogue, record, error);
     if (status != KVK_OK) {
@@ -268,17 +259,19 @@ static enum kvk_status tokens_put(struct kvk_tenants *tenants, uint32_t place,
     struct kvk_credential_entry *entry = tenants->credentials[place];
     struct kvk_credential_entry before = *entry;
     struct next_table next;
+    enum kvk_status status = KVK_OK;
     kvk_credential_set_tokens(tenants, entry, record);
-    enum kvk_status status = table_prepare(tenants, place, entry, &next, error);
-    if (status == KVK_OK) {
+    if (!table_prepare(tenants, place, entry, &next)) {
+        status = no_memory(error);
+    } else {
         status = kvk_catalogue_put_credential(tenants->catalogue, &entry->record, error);
-        if (status != KVK_OK) {
+        if (status == KVK_OK) {
+            table_install(tenants, &next);
+        } else {
             table_discard(&next);
         }
     }
-    if (status == KVK_OK) {
-        table_install(tenants, &next);
-    } else {
+    if (status != KVK_OK) {
         kvk_credential_set_tokens(tenants, entry, &before.record);
     }
     kvk_secret_wipe(before.record.tokens, sizeof(before.record.tokens));
@@ -290,11 +283,10 @@ static enum kvk_status credential_drop(struct kvk_tenants *tenants, uint32_t pla
 {
     const char *name = tenants->credentials[place]->credential.name;
     struct next_table next;
-    enum kvk_status status = table_prepare(tenants, place, NULL, &next, error);
-    if (status != KVK_OK) {
-        return status;
+    if (!table_prepare(tenants, place, NULL, &next)) {
+        return no_memory(error);
     }
-    status = kvk_catalogue_remove_credential(tenants->catalogue, name, error);
+    enum kvk_status status = kvk_catalogue_remove_credential(tenants->catalogue, name, error);
     if (status != KVK_OK && status != KVK_NOT_FOUND) {
         table_discard(&next);
         return status;
@@ -704,7 +696,7 @@ enum kvk_status kvk_credentials_list(struct kvk_tenants *tenants,
         status = kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for the answer");
     }
     uint64_t wall_s = kvk_wall_seconds();
-    for (uint32_t i = 0; i < *count && status == KVK_OK; i++) {
+    for (uint32_t i = 0; i < *count && *rows != NULL; i++) {
         report_fill(tenants->credentials[i], wall_s, &(*rows)[i]);
     }
     kvk_tenants_change_end(tenants);

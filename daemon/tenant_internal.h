@@ -95,6 +95,7 @@ void kvk_credential_set_tokens(const struct kvk_tenants *tenants,
 /* UINT32_MAX: none. */
 uint32_t kvk_credential_place(const struct kvk_tenants *tenants, const char *name);
 
+bool kvk_tenant_quota_equal(const struct kvk_tenant_quota *a, const struct kvk_tenant_quota *b);
 /* Seconds since 1970. */
 uint64_t kvk_wall_seconds(void);
 

@@ -141,7 +141,7 @@ static enum kvk_status enter_configured(struct opening *opening,
     quota.over_quota = (uint8_t)config->over_quota;
     bool changed = known == NULL || record.mode != config->mode ||
                    record.may_publish != config->may_publish ||
-                   memcmp(&record.quota, &quota, sizeof(quota)) != 0;
+                   !kvk_tenant_quota_equal(&record.quota, &quota);
     record.quota = quota;
     record.mode = (uint8_t)config->mode;
     record.may_publish = config->may_publish;
@@ -218,7 +218,7 @@ static enum kvk_status add_fallback(struct opening *opening, struct kvk_error *e
         record = (struct kvk_credential_record){
             .name = "anonymous", .tenant_ids = {tenant->tenant.id}, .tenant_count = 1};
         status = add_credential(opening, &record, true, &entry, error);
-        if (status == KVK_OK) {
+        if (status == KVK_OK && entry != NULL) {
             entry->anonymous = true;
         }
     }

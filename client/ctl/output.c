@@ -115,7 +115,9 @@ int ctl_fail(const char *what, const struct kvk_error *error)
         (void)fprintf(stderr, " retry_after=%s", ctl_duration_ms(error->retry_after_ms));
     }
     (void)fputc('\n', stderr);
-    return error->status == KVK_UNAVAILABLE ? CTL_NO_DAEMON : CTL_FAILED;
+    /* A daemon that is there says why. */
+    return error->status == KVK_UNAVAILABLE && error->cause == KVK_CAUSE_NONE ? CTL_NO_DAEMON
+                                                                              : CTL_FAILED;
 }
 
 static bool usage_is_asked_for; /* set once, before any command runs */

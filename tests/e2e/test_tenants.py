@@ -227,7 +227,7 @@ def test_a_revoked_engine_is_refused_in_its_session(site):
 
 
 def test_admin_rights_are_apart(site):
-    """An admin without tenants administers and reads nobody's data; a tenant administers nothing."""
+    """An admin without tenants reads nobody's data; a tenant administers nothing."""
     site.create(b"a")
     token = site.credential(b"engine", [b"a"])
     worker = Worker(site.daemon, token=token, target=site.tcp)

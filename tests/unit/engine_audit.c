@@ -100,7 +100,8 @@ Test(engine_audit, long_fields_leave_whole_lines)
     static char long_text[5000];
     folder_make();
     for (size_t i = 0; i + 2 < sizeof(long_text); i += 2) {
-        memcpy(long_text + i, "\xc3\x85", 2);
+        long_text[i] = '\xc3';
+        long_text[i + 1] = '\x85';
     }
     cr_assert_eq(kvk_audit_open(folder, KVK_AUDIT_BYTES_MAX, &audit, &error), KVK_OK);
     struct kvk_audit_entry entry = plain;

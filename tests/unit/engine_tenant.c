@@ -34,8 +34,7 @@ static void table_config(struct kvk_config *config)
         .name = "operator", .uids = {5}, .uid_count = 1, .admin = true};
 }
 
-static const char *who(struct kvk_tenants *tenants, const char *token, bool local,
-                       uint32_t uid)
+static const char *who(struct kvk_tenants *tenants, const char *token, bool local, uint32_t uid)
 {
     const struct kvk_credential *credential = NULL;
     enum kvk_status status =
