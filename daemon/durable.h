@@ -24,8 +24,8 @@ struct kvk_durable {
 KVK_CHECKED enum kvk_status kvk_durable_open(const struct kvk_config *config,
                                              struct kvk_durable *durable, struct kvk_error *error);
 
-/* Let whoever keeps memory for the next daemon go, and the memory with it. KVK_EXISTS: a daemon uses
- * it now. */
+/* Let whoever keeps memory for the next daemon go, and the memory with it. KVK_EXISTS: a daemon
+ * uses it now. */
 KVK_CHECKED enum kvk_status kvk_durable_forget(const struct kvk_config *config,
                                                struct kvk_error *error);
 

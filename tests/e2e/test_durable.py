@@ -25,17 +25,19 @@ huge_pages = no
 folder = {folder}
 disk_bytes = 64 MiB
 disk_admit_uses = 1
-keeper = no
+keeper = {keeper}
+keeper_socket = {folder}.keeper
+keeper_hold_ms = 5 s
 """
 
 
 class Lasting:
     """Daemons one after another on one durable folder."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, keeper):
         self.folder = pathlib.Path(folder)
         self.durable = self.folder / "durable"
-        self.config = TIERS.format(folder=self.durable)
+        self.config = TIERS.format(folder=self.durable, keeper=keeper)
         self.count = 0
         self.daemon = None
         self.start()
@@ -61,9 +63,10 @@ class Lasting:
         self.start()
 
 
-@pytest.fixture
-def lasting(folder):
-    one = Lasting(folder)
+@pytest.fixture(params=["no", "process"])
+def lasting(folder, request):
+    """Without a keeper only the disk brings blocks back; with one, memory does too."""
+    one = Lasting(folder, request.param)
     yield one
     assert one.daemon.process.poll() is None, one.daemon.log.read_text()
     one.end()
@@ -88,6 +91,11 @@ def recorded(worker):
     return figures["kvkeep_catalogue_blocks"]
 
 
+def is_settled(worker):
+    figures = stats(worker)
+    return figures["kvkeep_catalogue_queued"] == 0 and figures["kvkeep_disk_leaving_slots"] == 0
+
+
 def wait_for(condition, what, seconds=20):
     until = time.monotonic() + seconds
     while not condition():
@@ -98,6 +106,7 @@ def wait_for(condition, what, seconds=20):
 def store(worker, space, values, seed):
     """Write, use once more, and wait until as many more blocks are recorded."""
     sequence = worker.prefill(space, values, seed)
+    wait_for(lambda: is_settled(worker), "removals of what was there before")
     blocks = (len(values) - sequence.cached_tokens) // BLOCK_TOKENS
     before = recorded(worker)
     worker.close(sequence.sequence_id)
