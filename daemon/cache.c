@@ -323,6 +323,28 @@ void kvk_cache_destroy(struct kvk_cache *cache)
 
 /* ---- Maintenance ---- */
 
+uint64_t kvk_cache_metadata_bytes(const struct kvk_cache *cache)
+{
+    struct kvk_index_stats index;
+    kvk_index_stats(cache->index, &index);
+    return index.bytes + index.token_bytes + kvk_evict_bytes(cache->evict) +
+           kvk_journal_bytes(&cache->journal) + kvk_mrcs_bytes(&cache->mrcs);
+}
+
+uint64_t kvk_cache_workspace_bytes(const struct kvk_cache *cache)
+{
+    const struct kvk_table_entry *entry;
+    uint64_t bytes = 0;
+    size_t place = 0;
+    while ((entry = kvk_table_next(&cache->session_table, &place)) != NULL) {
+        const struct kvk_session *session = (const struct kvk_session *)entry->value;
+        for (const struct kvk_mapping *m = session->mappings; m != NULL; m = m->next) {
+            bytes += m->kind == KVK_MAP_SCRATCH ? m->scratch.size_bytes : 0;
+        }
+    }
+    return bytes;
+}
+
 uint64_t kvk_cache_stood_still(const struct kvk_cache *cache, uint64_t now_ns)
 {
     uint64_t gap = now_ns > cache->maintained_ns ? now_ns - cache->maintained_ns : 0;

@@ -118,6 +118,7 @@ struct kvk_space {
     uint64_t idle_ms; /* after so long unused its blocks go; 0: as the tenant's quota says */
     /* counters */
     uint64_t queries, query_tokens, hit_tokens;
+    uint64_t cost_ns, saved_ns; /* what its look-ups and moves took; what hits saved (estimate) */
     struct kvk_space *next;        /* all spaces */
     struct kvk_space *tenant_next; /* those of its tenant */
 };
@@ -169,6 +170,7 @@ struct kvk_sequence {
     uint64_t sealed;                           /* the least of rank_sealed */
     uint64_t rank_sealed[KVK_SHARD_COUNT_MAX]; /* [space.rank_count] */
     uint64_t whole_blocks;  /* blocks below are sealed (and, unless detached, indexed) */
+    uint64_t ranks_apart_ns; /* since when rank_sealed differ; 0: they do not */
     uint64_t asked_blocks;  /* whole blocks of the prompt that a look-up could have found */
     uint64_t shared_tokens; /* unsealed blocks below may be shared with a fork */
     uint32_t writers;       /* kvk_sequence_write() calls that copy now: in all, and by rank */
@@ -889,6 +891,10 @@ uint64_t kvk_tier_load_ns(const struct kvk_cache *cache, uint64_t bytes); /* est
 
 /* ================= maintenance: cache.c, invalidate.c, room.c ================= */
 
+/* Memory of the engine's own tables: index, tokens, policy, journal, curves. O(1), or nearly. */
+uint64_t kvk_cache_metadata_bytes(const struct kvk_cache *cache);
+/* Memory that workers have for operands of attention; it counts in no tier. Walks the sessions. */
+uint64_t kvk_cache_workspace_bytes(const struct kvk_cache *cache);
 /* Time in all in which the daemon itself stood still (stopped, or the machine slept), what is not
  * noted yet included: lease time is the clock's less this. */
 uint64_t kvk_cache_stood_still(const struct kvk_cache *cache, uint64_t now_ns);
@@ -928,6 +934,8 @@ void kvk_prefix_count(struct kvk_cache *cache, struct kvk_space *space, uint64_t
 void kvk_prefix_use(struct kvk_cache *cache, struct kvk_space *space,
                     const struct kvk_prefix *prefix);
 uint64_t kvk_policy_now(const struct kvk_cache *cache);
+/* A look-up, or moving what it found, took so long. */
+void kvk_prefix_cost(struct kvk_cache *cache, struct kvk_space *space, uint64_t begun_ns);
 
 /* ================= sequence files ================= */
 

@@ -176,6 +176,13 @@ static void prefix_look(struct kvk_cache *cache, struct kvk_space *space,
 
 /* ---- Counting ---- */
 
+void kvk_prefix_cost(struct kvk_cache *cache, struct kvk_space *space, uint64_t begun_ns)
+{
+    uint64_t cost_ns = kvk_clock_now(cache->clock) - begun_ns;
+    cache->stats.lookup_ns += cost_ns;
+    space->cost_ns += cost_ns;
+}
+
 void kvk_prefix_count(struct kvk_cache *cache, struct kvk_space *space, uint64_t query_tokens,
                       uint64_t hit_tokens, bool retry)
 {
@@ -303,7 +310,7 @@ enum kvk_status kvk_lookup(struct kvk_cache *cache, const struct kvk_caller *cal
         }
         kvk_prefix_count(cache, space, request->prompt.token_count, reply->cached_tokens,
                          request->retry);
-        cache->stats.lookup_ns += kvk_clock_now(cache->clock) - begun_ns;
+        kvk_prefix_cost(cache, space, begun_ns);
     }
     kvk_unlock(&cache->lock);
     return status;

@@ -155,6 +155,8 @@ struct figures {
     uint64_t evict_bytes;
     uint64_t gone[KVK_GONE_REASON_COUNT];
     uint64_t journal_bytes;
+    uint64_t metadata_bytes;
+    uint64_t workspace_bytes;
     uint64_t mrc_bytes;
     uint64_t spaces;
     uint64_t sequences;
@@ -181,6 +183,8 @@ static void figures_take(struct kvk_cache *cache, struct figures *figures)
     kvk_scrub_counts(cache, &figures->scrub);
     figures->evict_bytes = kvk_evict_bytes(cache->evict);
     memcpy(figures->gone, cache->journal.counts, sizeof(figures->gone));
+    figures->metadata_bytes = kvk_cache_metadata_bytes(cache);
+    figures->workspace_bytes = kvk_cache_workspace_bytes(cache);
     figures->journal_bytes = kvk_journal_bytes(&cache->journal);
     figures->mrc_bytes = kvk_mrcs_bytes(&cache->mrcs);
     figures->spaces = cache->space_count;
@@ -354,6 +358,8 @@ static void visit_blocks(const struct visitor *visitor, const struct figures *fi
     visit_plain(visitor, "kvkeep_index_token_bytes", figures->index.token_bytes);
     visit_plain(visitor, "kvkeep_evict_bytes", figures->evict_bytes);
     visit_plain(visitor, "kvkeep_journal_bytes", figures->journal_bytes);
+    visit_plain(visitor, "kvkeep_metadata_bytes", figures->metadata_bytes);
+    visit_plain(visitor, "kvkeep_workspace_bytes", figures->workspace_bytes);
     visit_plain(visitor, "kvkeep_mrc_bytes", figures->mrc_bytes);
     for (int reason = KVK_GONE_NONE + 1; reason < KVK_GONE_REASON_COUNT; reason++) {
         visit_labelled(visitor, "kvkeep_blocks_gone_total", "reason",

@@ -186,7 +186,7 @@ static enum kvk_status open_find_drops(struct opening *opening, struct kvk_prefi
                                    prefix, &sequence->disk, &kept, opening->error);
     kvk_disk_kept_finish(cache, &kept); /* nothing comes between here and our own holds */
     if (sequence->disk.restored_tokens == 0) {
-        cache->stats.lookup_ns += kvk_clock_now(cache->clock) - begun_ns;
+        kvk_prefix_cost(cache, opening->space, begun_ns);
     }
     return status;
 }
@@ -310,8 +310,10 @@ static enum kvk_status open_promote_drops(struct opening *opening)
             return KVK_WOULD_BLOCK;
         }
         uint32_t moved = 0;
+        uint64_t begun_ns = kvk_clock_now(opening->cache->clock);
         enum kvk_status status = kvk_sequence_bring_drops(opening->cache, sequence, KVK_TIER_DEVICE,
                                                           list, count, &moved, &quiet, NULL);
+        opening->space->cost_ns += kvk_clock_now(opening->cache->clock) - begun_ns;
         if (status == KVK_DATA_LOSS || status == KVK_DEADLINE || status == KVK_CANCELLED) {
             return kvk_fail(opening->error, status, KVK_CAUSE_NONE, "",
                             "the call ended while blocks were brought to the device");
@@ -358,7 +360,9 @@ static void open_count(struct opening *opening)
     }
     cache->stats.opens++;
     kvk_tenant_state_of(cache, space->tenant)->usage.saved_tokens += sequence->cached;
-    cache->stats.saved_ns += kvk_space_recompute_ns(space, 0, sequence->cached);
+    uint64_t saved_ns = kvk_space_recompute_ns(space, 0, sequence->cached);
+    cache->stats.saved_ns += saved_ns;
+    space->saved_ns += saved_ns;
     if (!opening->request->no_lookup) {
         kvk_prefix_count(cache, space, sequence->length, sequence->cached, opening->request->retry);
     }

@@ -329,6 +329,20 @@ static void seal_apply(struct kvk_sequence *sequence, const struct kvk_seal_requ
     sequence->sealed = sealed;
 }
 
+/* Since when is one rank behind another? */
+static void ranks_note(struct kvk_sequence *sequence, uint64_t now_ns)
+{
+    bool is_apart = false;
+    for (uint32_t r = 1; r < sequence->space->rank_count; r++) {
+        is_apart = is_apart || sequence->rank_sealed[r] != sequence->rank_sealed[0];
+    }
+    if (!is_apart) {
+        sequence->ranks_apart_ns = 0;
+    } else if (sequence->ranks_apart_ns == 0) {
+        sequence->ranks_apart_ns = now_ns;
+    }
+}
+
 static enum kvk_status seal_drops(struct kvk_cache *cache, const struct kvk_session *session,
                                   struct kvk_sequence *sequence,
                                   const struct kvk_seal_request *request,
@@ -350,6 +364,7 @@ static enum kvk_status seal_drops(struct kvk_cache *cache, const struct kvk_sess
         return ended != KVK_OK ? ended : status;
     }
     seal_apply(sequence, request, rank, sealed);
+    ranks_note(sequence, kvk_clock_now(cache->clock));
     struct kvk_settling settling = {0};
     kvk_sequence_settle(cache, sequence, settled_before, &settling);
     cache->stats.seals++;

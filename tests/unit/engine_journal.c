@@ -451,5 +451,15 @@ Test(journal, counters)
     cr_expect_eq(stat_of(&asking, "kvkeep_blocks_gone_total{reason=\"damaged\"}"), 0);
     cr_expect_eq(stat_of(&asking, "kvkeep_journal_bytes"), 65536 * 76);
     cr_expect_gt(stat_of(&asking, "kvkeep_mrc_bytes"), 0);
+    double metadata = stat_of(&asking, "kvkeep_metadata_bytes");
+    cr_expect_gt(metadata, stat_of(&asking, "kvkeep_journal_bytes"));
+    cr_expect_eq(stat_of(&asking, "kvkeep_workspace_bytes"), 0);
+    const struct kvk_map_request map = {
+        .session_id = asking.session, .kind = KVK_MAP_SCRATCH, .size_bytes = 1 << 20};
+    struct kvk_map_reply mapped;
+    cr_assert_eq(
+        kvk_session_map(asking.house->cache, &asking.trio.a, &map, &mapped, &asking.house->error),
+        KVK_OK, "%s", asking.house->error.text);
+    cr_expect_eq(stat_of(&asking, "kvkeep_workspace_bytes"), 1 << 20);
     house_stop(asking.house);
 }
