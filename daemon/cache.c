@@ -313,6 +313,7 @@ void kvk_cache_destroy(struct kvk_cache *cache)
     }
     kvk_cache_quiesce(cache);
     if (cache->mover != NULL) { /* made last: all else is there too */
+        kvk_usage_save(cache);
         kvk_sessions_end_all_unlocked(cache);
         blocks_forget(cache);
         kvk_space_destroy_all(cache);

@@ -7,6 +7,7 @@
 
 #include "base/assert.h"
 #include "base/bytes.h"
+#include "daemon/hint.h"
 #include "daemon/rpc_messages.h"
 #include "daemon/space.h"
 
@@ -287,6 +288,10 @@ static uint64_t count_limit(const struct kvk_config *config,
     }
     if (descriptor == &kvkeep__v1__create_credential_request__descriptor) {
         return KVK_CREDENTIAL_TENANTS_MAX; /* of uids fewer, by their check */
+    }
+    if (descriptor == &kvkeep__v1__touch_request__descriptor ||
+        descriptor == &kvkeep__v1__open_sequence_request__descriptor) {
+        return KVK_HINTS_MAX;
     }
     KVK_UNREACHABLE(); /* a request with a repeated field that nobody bounded */
 }
