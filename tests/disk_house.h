@@ -66,7 +66,8 @@ struct disk_faults {
     _Atomic uint32_t delay_us;
     _Atomic uint64_t write_limit; /* past this offset ENOSPC; 0: none */
     _Atomic uint64_t reads, writes, syncs, allocates, punches;
-    _Atomic uint32_t writing; /* now */
+    _Atomic uint64_t unaligned; /* reads and writes that begin inside a page */
+    _Atomic uint32_t writing;   /* now */
     _Atomic uint32_t writing_most;
 };
 
@@ -98,6 +99,7 @@ static inline ssize_t disk_fault_read(void *context, int fd, void *buffer, size_
 {
     struct disk_faults *faults = context;
     atomic_fetch_add(&faults->reads, 1);
+    atomic_fetch_add(&faults->unaligned, offset % 4096 != 0 ? 1 : 0);
     if (disk_fault(faults, atomic_load(&faults->read_error)) != 0) {
         return -1;
     }
@@ -110,6 +112,7 @@ static inline ssize_t disk_fault_write(void *context, int fd, const void *buffer
     struct disk_faults *faults = context;
     uint64_t limit = atomic_load(&faults->write_limit);
     atomic_fetch_add(&faults->writes, 1);
+    atomic_fetch_add(&faults->unaligned, offset % 4096 != 0 ? 1 : 0);
     uint32_t now = atomic_fetch_add(&faults->writing, 1) + 1;
     uint32_t most = atomic_load(&faults->writing_most);
     while (most < now && !atomic_compare_exchange_weak(&faults->writing_most, &most, now)) {

@@ -154,6 +154,7 @@ ParameterizedTest(const bool *direct, disk_faults, short_and_interrupted)
                  "%s", error.text);
     cr_assert_eq(memcmp(house.read, house.memory, SLOT_COUNT * SLOT_BYTES), 0);
     cr_assert_eq(health_of(&house).state, KVK_DISK_GOOD);
+    cr_assert(!*direct || atomic_load(&house.faults.unaligned) == 0, "goes on at whole pages");
     house_finish(&house);
 }
 
@@ -210,6 +211,9 @@ Test(disk_faults, write_errors_turn_it_off_and_a_probe_on_again)
     cr_assert_eq(health_of(&house).state, KVK_DISK_GOOD);
     cr_assert_eq(slot_read(&house, 0, &error), KVK_OK);
     cr_assert(slot_is_right(&house, 0));
+    atomic_store(&house.faults.write_error, EIO);
+    cr_assert_eq(slot_write(&house, 1, &error), KVK_INTERNAL);
+    cr_assert_eq(health_of(&house).state, KVK_DISK_FAILING, "what was before is forgotten");
     house_finish(&house);
 }
 
