@@ -105,10 +105,10 @@ def wait_for(condition, what, seconds=20):
 
 def store(worker, space, values, seed):
     """Write, use once more, and wait until as many more blocks are recorded."""
-    sequence = worker.prefill(space, values, seed)
     wait_for(lambda: is_settled(worker), "removals of what was there before")
-    blocks = (len(values) - sequence.cached_tokens) // BLOCK_TOKENS
     before = recorded(worker)
+    sequence = worker.prefill(space, values, seed)
+    blocks = (len(values) - sequence.cached_tokens) // BLOCK_TOKENS
     worker.close(sequence.sequence_id)
     worker.close(worker.open(space, values).sequence_id)
     wait_for(lambda: recorded(worker) >= before + blocks, "write-behind")
@@ -324,6 +324,30 @@ def test_e4_what_was_invalidated_stays_so(lasting, what, kill):
     lasting.restart(kill)
     worker = Worker(lasting.daemon)
     check(worker, open_space(worker), x1, "new")
+    worker.leave()
+
+
+@pytest.mark.parametrize("what", ["model", "space", "prefix", "salt"])
+def test_e4_blocks_that_are_on_disk_alone(lasting, what):
+    """After a restart nothing is in memory (or, with a keeper, all of it is, as it was)."""
+    x1, x3 = ([7] * 4 + [1000 * i + k for k in range(12)] for i in (1, 3))
+    worker = Worker(lasting.daemon)
+    space = open_space(worker)
+    store(worker, space, x1, "x1")
+    store(worker, space, x3, "x3")
+    lasting.restart(kill=True)
+    worker = Worker(lasting.daemon)
+    space = open_space(worker)
+    answer = worker.call("Invalidate", invalidations(space)[what])
+    assert answer.disk_blocks == 7 and answer.held_blocks == 0
+    assert worker.lookup(space, x1).cached_tokens == 0
+    assert worker.pin(space, x3).lease_id == 0
+    lasting.restart(kill=True)
+    worker = Worker(lasting.daemon)
+    space = open_space(worker)
+    assert worker.lookup(space, x1).cached_tokens == 0
+    assert worker.pin(space, x3).lease_id == 0
+    wait_for(lambda: is_settled(worker) and recorded(worker) == 0, "nothing left behind")
     worker.leave()
 
 
