@@ -454,8 +454,18 @@ Test(journal, counters)
     double metadata = stat_of(&asking, "kvkeep_metadata_bytes");
     cr_expect_gt(metadata, stat_of(&asking, "kvkeep_journal_bytes"));
     cr_expect_eq(stat_of(&asking, "kvkeep_workspace_bytes"), 0);
+    const struct kvk_hello hello = house_hello();
+    const struct kvk_welcome welcome = house_begin(asking.house, &hello);
+    uint64_t bound = 0;
+    int pidfd = -1;
+    cr_assert_eq(kvk_side_bind(asking.house->cache, welcome.side_token, (int32_t)getpid(),
+                               (uint32_t)geteuid(), &bound, &pidfd),
+                 KVK_OK);
+    if (pidfd >= 0) {
+        (void)close(pidfd);
+    }
     const struct kvk_map_request map = {
-        .session_id = asking.session, .kind = KVK_MAP_SCRATCH, .size_bytes = 1 << 20};
+        .session_id = bound, .kind = KVK_MAP_SCRATCH, .size_bytes = 1 << 20};
     struct kvk_map_reply mapped;
     cr_assert_eq(
         kvk_session_map(asking.house->cache, &asking.trio.a, &map, &mapped, &asking.house->error),
