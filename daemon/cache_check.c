@@ -10,6 +10,7 @@
 #include "base/assert.h"
 #include "base/bytes.h"
 #include "daemon/cache_internal.h"
+#include "daemon/sidecar.h"
 
 /* What was found out about a block by asking its holders. */
 struct found {
@@ -499,8 +500,6 @@ static void check_tenant_lists(const struct kvk_cache *cache)
             spaces++;
         }
         KVK_ASSERT(groups == state->group_count);
-        KVK_ASSERT(state->quota.sequences == 0 || cache->trim_wanted ||
-                   state->sequences <= state->quota.sequences);
         sequences += state->sequences;
         leases += state->leases;
     }
@@ -614,6 +613,11 @@ void kvk_cache_check_locked(struct kvk_cache *cache)
     check_spaces(cache);
     check_tenant_lists(cache);
     kvk_index_check(cache->index);
+    for (uint32_t i = 0; i < cache->group_end; i++) {
+        if (cache->groups[i] != NULL) {
+            kvk_sidecar_check(cache, cache->groups[i]);
+        }
+    }
     /* Whoever works without the lock now has references that no table lists. */
     KVK_ASSERT(check.excess_holds >= cache->passing_holds);
     if (cache->passing_holds == 0) {

@@ -45,6 +45,12 @@ static void event_lookup(void)
     }
     if (chance(0.3)) {
         uint64_t touched = 0;
+        const struct kvk_priority_hint hint = {.first_token = pick(8),
+                                               .token_count = 1 + pick(16),
+                                               .priority = pick(KVK_HINT_PRIORITY_MAX + 1),
+                                               .duration_ms = 1 + pick(20000)};
+        request.prompt.hints = &hint;
+        request.prompt.hint_count = pick(2);
         (void)went_well(
             kvk_touch(sim.cache, caller, request.space_id, &request.prompt, &touched, &error));
     }
@@ -546,6 +552,28 @@ static void event_disk(void)
     sim.disk_faults++;
 }
 
+/* A quota that may be anything: below what is used, impossible, none at all. */
+static void event_quota(void)
+{
+    uint32_t t = pick(2);
+    if (sim.seed % 3 == 0 || !chance(0.1)) {
+        return; /* in every third seed there are none */
+    }
+    struct kvk_tenant_quota quota = {.over_quota = chance(0.5),
+                                     .idle_ms = chance(0.2) ? 1 + pick(60000) : 0,
+                                     .sequences = chance(0.2) ? 1 + pick(16) : 0,
+                                     .leases = chance(0.2) ? 1 + pick(8) : 0};
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+        uint64_t blocks = sim.cache->tiers[i].pool.limit_bytes / 64;
+        quota.limit_bytes[i] = chance(0.4) ? 64 * (uint64_t)pick((uint32_t)blocks + 8) : 0;
+        quota.guaranteed_bytes[i] = chance(0.4) ? 64 * (uint64_t)pick((uint32_t)blocks + 2) : 0;
+    }
+    const struct kvk_tenant *tenant = kvk_tenants_get(sim.tenants, t);
+    if (kvk_quota_set(sim.cache, tenant, &quota, &error) != KVK_OK) {
+        SIM_ASSERT(error.status == KVK_INVALID && error.field[0] != '\0');
+    }
+}
+
 static void event_run(void)
 {
     static void (*const events[])(void) = {
@@ -554,6 +582,7 @@ static void event_run(void)
         event_seal,       event_cut,    event_fork,   event_swap,  event_swap,  event_close,
         event_close,      event_read,   event_read,   event_pin,   event_lease, event_transfer,
         event_invalidate, event_end,    event_time,   event_fault, event_disk,  event_disk,
+        event_quota,
     };
     events[pick(sizeof events / sizeof events[0])]();
     sim.done++;
