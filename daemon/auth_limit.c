@@ -60,9 +60,9 @@ struct kvk_auth_source kvk_auth_source_address(const uint8_t *address, uint32_t 
     }
     if (size_bytes == 16) {
         source.bytes[0] = SOURCE_IPV6;
-        size_bytes = 8;
+        size_bytes = 8; /* the rest is the other end's to choose */
     }
-    memcpy(source.bytes + 1, address, size_bytes < 8 ? size_bytes : 8);
+    memcpy(source.bytes + 1, address, size_bytes);
     return source;
 }
 
