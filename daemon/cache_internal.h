@@ -822,6 +822,8 @@ KVK_CHECKED enum kvk_status kvk_quota_check_holds(const struct kvk_cache *cache,
 KVK_CHECKED enum kvk_status kvk_quota_check_count(const struct kvk_tenant_state *state,
                                                   bool sequences, uint32_t more,
                                                   struct kvk_error *error);
+/* Drop up to `count` copies on disk of a tenant above its limit there: disk_room.c. */
+void kvk_disk_trim(struct kvk_cache *cache, struct kvk_tenant_state *state, uint32_t count);
 /* A bounded part of what a lowered limit and idle times leave to do. Drops the lock. */
 void kvk_quota_maintain_drops(struct kvk_cache *cache);
 /* Drop what was idle for too long: a bounded round. idle.c. */

@@ -204,6 +204,10 @@ static void slab_claim(struct kvk_cache *cache, const struct kvk_group *group)
         uint64_t slab_bytes = at->arena.slab_slots * at->arena.slot_bytes;
         bool larger = at->arena.slot_count * at->arena.slot_bytes >
                       group->tiers[KVK_TIER_DISK].used_bytes + slab_bytes;
+        /* What another tenant is guaranteed is not taken from it. */
+        larger =
+            larger && (other->space->tenant == group->space->tenant ||
+                       kvk_quota_spare(cache, other->space->tenant, KVK_TIER_DISK) >= slab_bytes);
         if (other != group && larger && other->disk->leaving_count == 0 &&
             (giver == NULL || at->used_bytes > giver->tiers[KVK_TIER_DISK].used_bytes)) {
             giver = other;
@@ -243,6 +247,71 @@ void kvk_disk_evict(struct kvk_cache *cache, struct kvk_group *group, uint32_t c
     }
     if (slots_to_have(cache, group) == 0) {
         slab_claim(cache, group);
+    }
+}
+
+/* Bytes of the tenant's that leave, once their records are gone. */
+static uint64_t leaving_bytes(const struct kvk_tenant_state *state)
+{
+    uint64_t bytes = 0;
+    for (const struct kvk_space *space = state->spaces; space != NULL; space = space->tenant_next) {
+        for (uint32_t g = 0; g < space->group_count; g++) {
+            const struct kvk_group *group = space->groups[g];
+            if (group->tiers[KVK_TIER_DISK].present) {
+                bytes += group->disk->leaving_count * group->tiers[KVK_TIER_DISK].arena.slot_bytes;
+            }
+        }
+    }
+    return bytes;
+}
+
+/* The least worth of all groups of the tenant that have some queued; else whatever may go. */
+static uint32_t tenant_victim(struct kvk_cache *cache, const struct kvk_tenant_state *state)
+{
+    uint32_t victim = KVK_BLOCK_NONE;
+    double least = 0;
+    uint64_t now = kvk_policy_now(cache);
+    for (const struct kvk_space *space = state->spaces; space != NULL; space = space->tenant_next) {
+        for (uint32_t g = 0; g < space->group_count; g++) {
+            double score;
+            struct kvk_group_tier *at = &space->groups[g]->tiers[KVK_TIER_DISK];
+            uint32_t head =
+                at->present ? kvk_evict_queue_peek(&at->queue, now, &score) : KVK_BLOCK_NONE;
+            if (head != KVK_BLOCK_NONE && (victim == KVK_BLOCK_NONE || score < least)) {
+                victim = head;
+                least = score;
+            }
+        }
+    }
+    for (const struct kvk_space *space = state->spaces; space != NULL && victim == KVK_BLOCK_NONE;
+         space = space->tenant_next) {
+        for (uint32_t g = 0; g < space->group_count && victim == KVK_BLOCK_NONE; g++) {
+            if (space->groups[g]->tiers[KVK_TIER_DISK].present) {
+                victim = hand_victim(cache, space->groups[g]);
+            }
+        }
+    }
+    return victim;
+}
+
+void kvk_disk_trim(struct kvk_cache *cache, struct kvk_tenant_state *state, uint32_t count)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    uint64_t limit = state->quota.limit_bytes[KVK_TIER_DISK];
+    const uint64_t *used = cache->tiers[KVK_TIER_DISK].tenant_bytes;
+    if (limit == 0 || used == NULL || cache->disk_tier == NULL) {
+        return;
+    }
+    for (uint32_t i = 0; i < count && used[state->tenant->index] > limit + leaving_bytes(state);
+         i++) {
+        uint32_t victim = tenant_victim(cache, state);
+        if (victim == KVK_BLOCK_NONE) {
+            return;
+        }
+        state->usage.limit_evictions++;
+        kvk_gone_begin(cache, KVK_GONE_QUOTA, NULL);
+        kvk_block_drop_copy(cache, victim, KVK_TIER_DISK, true);
+        kvk_gone_end(cache);
     }
 }
 

@@ -509,11 +509,17 @@ static void trim_drops(struct kvk_cache *cache)
     uint32_t blocks = 0;
     bool above = false;
     for (uint32_t i = 0; i < KVK_TENANT_COUNT_MAX; i++) {
-        for (int tier = 0; tier < KVK_QUOTA_TIERS; tier++) {
-            if (!trim_tenant_drops(cache, &cache->tenant_states[i], (enum kvk_tier)tier, &blocks,
-                                   &above)) {
+        struct kvk_tenant_state *state = &cache->tenant_states[i];
+        for (int tier = 0; tier < KVK_MEMORY_TIER_COUNT; tier++) {
+            if (!trim_tenant_drops(cache, state, (enum kvk_tier)tier, &blocks, &above)) {
                 return;
             }
+        }
+        uint64_t disk_limit = state->quota.limit_bytes[KVK_TIER_DISK];
+        if (state->tenant != NULL && disk_limit != 0 &&
+            used_by(cache, state->tenant, KVK_TIER_DISK) > disk_limit) {
+            above = true;
+            kvk_disk_trim(cache, state, TRIM_BLOCKS);
         }
     }
     cache->trim_wanted = above;
