@@ -182,7 +182,10 @@ enum kvk_status kvk_quota_set(struct kvk_cache *cache, const struct kvk_tenant *
     uint64_t guaranteed_bytes[KVK_TIER_COUNT] = {0};
     kvk_lock(&cache->lock);
     struct kvk_tenant_state *state = kvk_tenant_state_of(cache, tenant);
-    KVK_ASSERT(state->tenant == tenant);
+    if (state->tenant != tenant) { /* deleted meanwhile: its place is another's */
+        kvk_unlock(&cache->lock);
+        return KVK_OK;
+    }
     for (int i = 0; i < KVK_QUOTA_TIERS; i++) {
         pool_bytes[i] = cache->tiers[i].pool.limit_bytes;
         guaranteed_bytes[i] = cache->tiers[i].guaranteed_bytes - state->quota.guaranteed_bytes[i];
@@ -209,7 +212,15 @@ enum kvk_status kvk_quota_sync(struct kvk_cache *cache, const struct kvk_tenant 
         return KVK_OK;
     }
     kvk_tenant_quota(tenant, &quota);
-    atomic_store(&state->quota_version, version);
+    kvk_lock(&cache->lock);
+    bool here = state->tenant == tenant;
+    if (here) {
+        atomic_store(&state->quota_version, version);
+    }
+    kvk_unlock(&cache->lock);
+    if (!here) {
+        return KVK_OK;
+    }
     enum kvk_status status = kvk_quota_set(cache, tenant, &quota, &reason);
     if (status != KVK_OK) {
         /* It was possible when it was set, in other tiers than there are now. */

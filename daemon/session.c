@@ -277,14 +277,19 @@ enum kvk_status kvk_session_begin(struct kvk_cache *cache, const struct kvk_call
     struct kvk_error reason = {.status = KVK_OK};
     struct kvk_instance *instance = NULL;
     kvk_lock(&cache->lock);
-    status = choose_instance(cache, hello, tenant, fresh, &instance, &reason);
+    /* Again, for it may be forgotten by now: nothing must be hung from it after that. */
+    status = kvk_tenant_check(tenant, &reason);
+    bool lives = status == KVK_OK;
+    if (lives) {
+        status = choose_instance(cache, hello, tenant, fresh, &instance, &reason);
+    }
     if (status == KVK_OK) {
         KVK_ASSERT(instance != NULL);
         if (opens) {
             instance_link(cache, instance, session);
         }
         session_link(cache, session, instance, welcome);
-    } else {
+    } else if (lives) {
         kvk_refusal_note(cache, caller, tenant, 0, 0, &reason);
     }
     kvk_unlock(&cache->lock);

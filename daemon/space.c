@@ -356,16 +356,19 @@ static enum kvk_status open_new_drops(struct kvk_cache *cache, const struct kvk_
         return status;
     }
     KVK_ASSERT(space != NULL);
+    status = kvk_tenant_check(tenant, error); /* it may be forgotten by now */
     struct kvk_space *known =
         space_with_identity(cache, tenant, space->identity, space->identity_size);
-    if (known == NULL) {
+    if (status == KVK_OK && known == NULL) {
         space_link(cache, space);
         fill_reply(space, true, reply);
         return KVK_OK;
     }
     cache->space_count--;
-    status = compare_geometry(known, request, error);
-    if (status == KVK_OK) {
+    if (status == KVK_OK && known != NULL) {
+        status = compare_geometry(known, request, error);
+    }
+    if (status == KVK_OK && known != NULL) {
         fill_reply(known, false, reply);
     }
     kvk_unlock(&cache->lock);

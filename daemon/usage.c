@@ -142,7 +142,9 @@ void kvk_usage_begin(struct kvk_cache *cache, const struct kvk_tenant *tenant)
     usage_load_unlocked(cache, tenant, &usage);
     kvk_lock(&cache->lock);
     struct kvk_tenant_state *state = kvk_tenant_state_of(cache, tenant);
-    if (atomic_load(&state->tenant) == tenant) { /* another thread was faster */
+    /* Another thread was faster; or the tenant is being deleted, and its place may be another's by
+     * now: whoever begins that one has seen it leave, under this lock. */
+    if (atomic_load(&state->tenant) == tenant || kvk_tenant_is_leaving(tenant)) {
         kvk_unlock(&cache->lock);
         return;
     }
