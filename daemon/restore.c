@@ -292,10 +292,8 @@ static void copies_return(struct kvk_restore *restore, struct record *record, ui
             restore->counts.copies[i]++;
         } else if (status == KVK_EXISTS) {
             restore->counts.duplicates++;
-        } else if (status == KVK_INVALID) {
-            restore->counts.wrong++;
         } else {
-            restore->counts.crowded++;
+            restore->counts.crowded++; /* the tier is smaller now, or its tenant's limit is */
         }
     }
 }

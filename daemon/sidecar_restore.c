@@ -130,7 +130,8 @@ static bool reading_begin(const struct kvk_group *group, struct reading *reading
         memset(reading->slots[i], 0xff, high * sizeof(uint32_t));
         reading->tier = (enum kvk_tier)i;
         if (group->tiers[i].present) {
-            words_visit(group->sidecar, reading->tier, slots_of(group, reading->tier), sealed_visit,
+            /* Those past a tier that is smaller now too: the restore counts what has no room. */
+            words_visit(group->sidecar, reading->tier, KVK_SIDECAR_SLOTS_MAX, sealed_visit,
                         reading);
         }
     }
@@ -245,13 +246,18 @@ static void slot_settle(void *context, uint32_t slot, uint64_t word)
 {
     struct settling *settling = context;
     struct kvk_group_tier *at = &settling->group->tiers[settling->tier];
-    (void)word;
     if (++settling->slice >= SLICE_SLOTS) {
         settling->slice = 0;
         kvk_unlock(&settling->cache->lock);
         kvk_lock(&settling->cache->lock);
     }
-    if (!kvk_arena_is_used(&at->arena, slot)) {
+    if (slot >= kvk_arena_slot_capacity(&at->arena)) {
+        /* A daemon with a larger tier may have it again: then with nothing in it that was sealed,
+         * but perhaps with somebody who writes. */
+        if (kvk_word_state(word) == KVK_WORD_SEALED) {
+            kvk_word_write(settling->group->sidecar, settling->tier, slot, KVK_WORD_GRANTED);
+        }
+    } else if (!kvk_arena_is_used(&at->arena, slot)) {
         uint32_t *generation = (uint32_t *)(void *)at->generations.address + slot;
         (void)__atomic_add_fetch(generation, 1, __ATOMIC_RELEASE);
         kvk_word_write(settling->group->sidecar, settling->tier, slot, KVK_WORD_FREE);
@@ -269,8 +275,7 @@ void kvk_sidecar_settle_drops(struct kvk_cache *cache, struct kvk_group *group)
     for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         struct settling settling = {.cache = cache, .group = group, .tier = (enum kvk_tier)i};
         if (group->tiers[i].present) {
-            words_visit(sidecar, settling.tier, slots_of(group, settling.tier), slot_settle,
-                        &settling);
+            words_visit(sidecar, settling.tier, KVK_SIDECAR_SLOTS_MAX, slot_settle, &settling);
         }
     }
     entries_free(sidecar);

@@ -11,6 +11,13 @@
 #include "daemon/process_watch.h"
 #include "daemon/sidecar.h"
 
+static bool is_found(const struct kvk_group *group)
+{
+    struct kvk_sidecar_found found;
+    kvk_sidecar_found(group, &found);
+    return found.found;
+}
+
 /* ---- Is it possible? ---- */
 
 /* Processes of before that live, of one group. */
@@ -79,6 +86,9 @@ bool kvk_warm_is_possible(struct kvk_cache *cache, struct kvk_group *group)
     uint64_t bytes[KVK_MEMORY_TIER_COUNT] = {0};
     uint32_t blocks = 0;
     KVK_ASSERT(kvk_locks_held() == 0);
+    if (!is_found(group)) {
+        return true;
+    }
     kvk_sidecar_processes(group, survivor_count, &survivors);
     if (survivors.unknown) {
         return refuse(group, "a process that may write there cannot be watched");
@@ -314,13 +324,6 @@ static struct kvk_group *group_next(const struct kvk_cache *cache, uint32_t *num
         }
     }
     return NULL;
-}
-
-static bool is_found(const struct kvk_group *group)
-{
-    struct kvk_sidecar_found found;
-    kvk_sidecar_found(group, &found);
-    return found.found;
 }
 
 static enum kvk_status records_restore(struct kvk_cache *cache, struct kvk_error *error)

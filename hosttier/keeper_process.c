@@ -20,7 +20,7 @@
 #include "hosttier/keeper_internal.h"
 
 #define ANSWER_MS 5000 /* for one answer */
-#define START_MS 3000 /* until a new process listens */
+#define START_MS 3000  /* until a new process listens */
 #define BUSY_MS 2000   /* a daemon that was killed just now still has the connection for a moment */
 #define PAUSE_MS 5
 
