@@ -121,6 +121,22 @@ static void outcome_finish(struct outcome *outcome)
     grpc_slice_unref(outcome->details);
 }
 
+static void advice_read(const Kvkeep__V1__Advice *message, struct kvk_advice *advice)
+{
+    *advice = (struct kvk_advice){.kind = (enum kvk_advice_kind)message->kind,
+                                  .total = (uint32_t)message->total,
+                                  .missing_bytes = message->missing_bytes,
+                                  .bytes = message->bytes,
+                                  .cost_ns = message->cost_ns};
+    for (size_t i = 0; i < message->n_sequence_ids && i < message->n_sequence_bytes &&
+                       advice->count < KVK_ADVICE_MAX;
+         i++) {
+        advice->sequence_ids[advice->count] = message->sequence_ids[i];
+        advice->sequence_bytes[advice->count] = message->sequence_bytes[i];
+        advice->count++;
+    }
+}
+
 /* Fill cause, field and numbers from an ErrorDetail; false: these bytes are none. */
 static bool detail_read(const uint8_t *bytes, size_t size, struct kvk_error *error)
 {
@@ -146,6 +162,9 @@ static bool detail_read(const uint8_t *bytes, size_t size, struct kvk_error *err
         error->retry_after_ms = detail->retry_after_ms;
         (void)snprintf(error->field, sizeof error->field, "%.*s", (int)detail->field.len,
                        detail->field.data == NULL ? "" : (const char *)detail->field.data);
+        if (detail->advice != NULL) {
+            advice_read(detail->advice, &error->advice);
+        }
         kvkeep__v1__error_detail__free_unpacked(detail, NULL);
         found = true;
     }

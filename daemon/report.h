@@ -167,6 +167,10 @@ kvk_report_why(struct kvk_cache *cache, const struct kvk_caller *caller, struct 
                struct kvk_tier_report tiers[KVK_TIER_COUNT], char *advice,
                size_t advice_size, struct kvk_error *error);
 
+/* Memory beside the tiers: the engine's own tables, and operands of attention. */
+void kvk_report_memory(struct kvk_cache *cache, uint64_t *metadata_bytes,
+                       uint64_t *workspace_bytes);
+
 /* Visit every counter and gauge of the engine by its Prometheus name (labels included). */
 void kvk_report_stats(struct kvk_cache *cache,
                       void (*visit)(void *context, const char *name, double value), void *context);

@@ -381,3 +381,11 @@ enum kvk_status kvk_report_why(struct kvk_cache *cache, const struct kvk_caller 
     advise(&situation, &scope, &words);
     return KVK_OK;
 }
+
+void kvk_report_memory(struct kvk_cache *cache, uint64_t *metadata_bytes, uint64_t *workspace_bytes)
+{
+    kvk_lock(&cache->lock);
+    *metadata_bytes = kvk_cache_metadata_bytes(cache);
+    *workspace_bytes = kvk_cache_workspace_bytes(cache);
+    kvk_unlock(&cache->lock);
+}

@@ -75,6 +75,9 @@ static const struct kvk_rpc_method methods[] = {
     BULK_CALL(ADMIN, GetBlock, get_block, kvk_rpc_get_block),
     BULK_CALL(ADMIN, Why, why, kvk_rpc_why),
     BULK_CALL(ADMIN, GetStats, get_stats, kvk_rpc_get_stats),
+    BULK_CALL(ADMIN, ExplainMiss, explain_miss, kvk_rpc_explain_miss),
+    BULK_CALL(ADMIN, Doctor, doctor, kvk_rpc_doctor),
+    BULK_CALL(ADMIN, GetMissRatio, get_miss_ratio, kvk_rpc_get_miss_ratio),
     BULK_CALL(ADMIN, GetUsage, get_usage, kvk_rpc_get_usage),
     BULK_CALL(ADMIN, CreateTenant, create_tenant, kvk_rpc_create_tenant),
     BULK_CALL(ADMIN, ListTenants, list_tenants, kvk_rpc_list_tenants),
@@ -261,7 +264,9 @@ size_t kvk_rpc_error_details(const struct kvk_error *error, int code, uint8_t *b
     detail.limit = error->limit;
     detail.retry_after_ms = error->retry_after_ms;
     detail.message = kvk_rpc_text(error->text);
-    uint8_t packed[KVK_ERROR_FIELD_SIZE + KVK_ERROR_TEXT_SIZE + 64];
+    struct kvk_rpc_advice advice;
+    detail.advice = kvk_rpc_fill_advice(&advice, &error->advice);
+    uint8_t packed[KVK_ERROR_FIELD_SIZE + KVK_ERROR_TEXT_SIZE + 24 * KVK_ADVICE_MAX + 128];
     KVK_ASSERT(kvkeep__v1__error_detail__get_packed_size(&detail) <= sizeof(packed));
     size_t packed_bytes = kvkeep__v1__error_detail__pack(&detail, packed);
 

@@ -488,11 +488,19 @@ struct rpc_why {
     char advice[ADVICE_SIZE];
 };
 
-static void fill_refusal(Kvkeep__V1__Refusal *row, Kvkeep__V1__ErrorDetail *detail,
+/* A refusal's detail, and the advice that it had. */
+struct refusal_detail {
+    Kvkeep__V1__ErrorDetail message;
+    struct kvk_rpc_advice advice;
+};
+
+static void fill_refusal(Kvkeep__V1__Refusal *row, struct refusal_detail *made,
                          const struct kvk_refusal *refusal, uint64_t now_ns)
 {
+    Kvkeep__V1__ErrorDetail *detail = &made->message;
     kvkeep__v1__refusal__init(row);
     kvkeep__v1__error_detail__init(detail);
+    detail->advice = kvk_rpc_fill_advice(&made->advice, &refusal->error.advice);
     row->age_ms = now_ns > refusal->time_ns ? (now_ns - refusal->time_ns) / KVK_NS_PER_MS : 0;
     row->tenant = tenant_name(refusal->tenant);
     row->call = kvk_rpc_text(refusal->call);
@@ -535,7 +543,7 @@ static enum kvk_status reply_why(struct kvk_rpc_run *run, const struct rpc_why *
     }
     void **pointers = NULL;
     Kvkeep__V1__Refusal *rows = take_rows(run, why->count, sizeof(*rows), &pointers);
-    Kvkeep__V1__ErrorDetail *details =
+    struct refusal_detail *details =
         kvk_rpc_arena_take_extra(&run->memory->arena, why->count * sizeof(*details));
     if (rows == NULL || details == NULL) {
         return no_memory(error);
@@ -550,6 +558,9 @@ static enum kvk_status reply_why(struct kvk_rpc_run *run, const struct rpc_why *
         why->tiers[KVK_TIER_DISK].limit_bytes > 0 ? KVK_TIER_COUNT : KVK_MEMORY_TIER_COUNT;
     response.tiers = tier_pointers;
     response.advice = kvk_rpc_text(why->advice);
+    if (run->caller.credential->admin) {
+        kvk_report_memory(run->rpc->cache, &response.metadata_bytes, &response.workspace_bytes);
+    }
     return kvk_rpc_reply(run, &response.base, error);
 }
 

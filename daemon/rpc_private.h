@@ -225,6 +225,17 @@ KVK_CHECKED enum kvk_status kvk_rpc_check_space(const Kvkeep__V1__OpenSpaceReque
                                                 struct kvk_space_request *request,
                                                 struct kvk_error *error);
 
+/* ---- rpc_answers.c ---- */
+
+/* An advice as a message that borrows `source`; NULL: there is none. */
+struct kvk_rpc_advice {
+    Kvkeep__V1__Advice message;
+    uint64_t ids[KVK_ADVICE_MAX];
+    uint64_t bytes[KVK_ADVICE_MAX];
+};
+Kvkeep__V1__Advice *kvk_rpc_fill_advice(struct kvk_rpc_advice *target,
+                                        const struct kvk_advice *source);
+
 /* ---- the methods ---- */
 
 #define KVK_RPC_HANDLER(name)                                                                      \
@@ -264,6 +275,9 @@ KVK_RPC_HANDLER(kvk_rpc_list_leases);
 KVK_RPC_HANDLER(kvk_rpc_list_instances);
 KVK_RPC_HANDLER(kvk_rpc_get_block);
 KVK_RPC_HANDLER(kvk_rpc_why);
+KVK_RPC_HANDLER(kvk_rpc_explain_miss);
+KVK_RPC_HANDLER(kvk_rpc_doctor);
+KVK_RPC_HANDLER(kvk_rpc_get_miss_ratio);
 KVK_RPC_HANDLER(kvk_rpc_get_stats);
 KVK_RPC_HANDLER(kvk_rpc_get_usage);
 KVK_RPC_HANDLER(kvk_rpc_create_tenant);

@@ -33,7 +33,7 @@ struct kvk_call;
 
 #define KVK_SERVER_METHODS_MAX 64
 #define KVK_SERVER_TCP_MAX 8
-#define KVK_SERVER_DETAILS_MAX 1024
+#define KVK_SERVER_DETAILS_MAX 2048
 #define KVK_SERVER_TOKEN_MAX 1024 /* bytes of a bearer token that is looked at */
 
 /* A view of somebody else's bytes. */

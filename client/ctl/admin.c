@@ -528,6 +528,53 @@ static const char *cause_text(Kvkeep__V1__Cause cause)
     return kvk_cause_name((enum kvk_cause)cause);
 }
 
+/* What the newest one's caller was told to do. */
+static void why_print_advice(const Kvkeep__V1__Refusal *refusal)
+{
+    const Kvkeep__V1__ErrorDetail *detail = refusal->detail;
+    if (detail == NULL) {
+        return;
+    }
+    if (detail->retry_after_ms > 0) {
+        (void)printf("\nThe newest was told to try again in %s.\n",
+                     ctl_duration_ms(detail->retry_after_ms));
+    }
+    const Kvkeep__V1__Advice *advice = detail->advice;
+    if (advice == NULL) {
+        return;
+    }
+    bool swaps = advice->kind == KVKEEP__V1__ADVICE__KIND__KIND_SWAP_OUT;
+    (void)printf("%s were missing; %s %s of its own sequences makes %s free",
+                 ctl_bytes(advice->missing_bytes), swaps ? "swapping out" : "closing",
+                 ctl_count(advice->total), ctl_bytes(advice->bytes));
+    if (advice->cost_ns > 0) {
+        (void)printf(", at an estimated cost of %s", ctl_duration_ms(advice->cost_ns / 1000000));
+    }
+    for (size_t i = 0; i < advice->n_sequence_ids && i < advice->n_sequence_bytes; i++) {
+        (void)printf("%s %llu (%s)", i == 0 ? ":" : ",",
+                     (unsigned long long)advice->sequence_ids[i],
+                     ctl_bytes(advice->sequence_bytes[i]));
+    }
+    (void)printf(".\n");
+}
+
+static json_t *advice_json(const Kvkeep__V1__Advice *advice)
+{
+    json_t *ids = json_array();
+    if (advice == NULL) {
+        json_decref(ids);
+        return json_null();
+    }
+    for (size_t i = 0; i < advice->n_sequence_ids; i++) {
+        json_array_append_new(ids, json_integer((json_int_t)advice->sequence_ids[i]));
+    }
+    return json_pack("{s:s, s:o, s:I, s:I, s:I, s:I}", "do",
+                     advice->kind == KVKEEP__V1__ADVICE__KIND__KIND_SWAP_OUT ? "swap_out" : "close",
+                     "sequence_ids", ids, "total", (json_int_t)advice->total, "missing_bytes",
+                     (json_int_t)advice->missing_bytes, "bytes", (json_int_t)advice->bytes,
+                     "cost_ns", (json_int_t)advice->cost_ns);
+}
+
 static void why_print(const Kvkeep__V1__WhyResponse *response)
 {
     (void)printf("%s\n\n", ctl_text(response->advice));
@@ -546,6 +593,10 @@ static void why_print(const Kvkeep__V1__WhyResponse *response)
                       ctl_bytes(tier->largest_admissible_bytes));
     }
     ctl_table_print(&table);
+    if (response->metadata_bytes > 0) {
+        (void)printf("\nBeside the tiers: %s of the daemon's own tables, %s of workspace.\n",
+                     ctl_bytes(response->metadata_bytes), ctl_bytes(response->workspace_bytes));
+    }
     if (response->n_refusals == 0) {
         (void)printf("\nNothing was refused lately.\n");
         return;
@@ -564,6 +615,7 @@ static void why_print(const Kvkeep__V1__WhyResponse *response)
                       ctl_text(row->detail == NULL ? none : row->detail->message));
     }
     ctl_table_print(&table);
+    why_print_advice(response->refusals[0]);
 }
 
 static json_t *why_json(const Kvkeep__V1__WhyResponse *response)
@@ -574,12 +626,15 @@ static json_t *why_json(const Kvkeep__V1__WhyResponse *response)
         ProtobufCBinaryData none = {0};
         json_array_append_new(
             refusals,
-            json_pack("{s:I, s:o, s:o, s:s, s:I, s:I, s:o}", "age_ms", (json_int_t)row->age_ms,
-                      "tenant", ctl_json_text(row->tenant), "call", ctl_json_text(row->call),
-                      "cause", row->detail == NULL ? "none" : cause_text(row->detail->cause),
-                      "needed_bytes", (json_int_t)row->needed_bytes, "sequence_id",
-                      (json_int_t)row->sequence_id, "message",
-                      ctl_json_text(row->detail == NULL ? none : row->detail->message)));
+            json_pack("{s:o, s:I, s:I, s:o, s:o, s:s, s:I, s:I, s:o}", "advice",
+                      advice_json(row->detail == NULL ? NULL : row->detail->advice),
+                      "retry_after_ms",
+                      (json_int_t)(row->detail == NULL ? 0 : row->detail->retry_after_ms), "age_ms",
+                      (json_int_t)row->age_ms, "tenant", ctl_json_text(row->tenant), "call",
+                      ctl_json_text(row->call), "cause",
+                      row->detail == NULL ? "none" : cause_text(row->detail->cause), "needed_bytes",
+                      (json_int_t)row->needed_bytes, "sequence_id", (json_int_t)row->sequence_id,
+                      "message", ctl_json_text(row->detail == NULL ? none : row->detail->message)));
     }
     json_t *tiers = json_array();
     for (size_t i = 0; i < response->n_tiers; i++) {
@@ -594,18 +649,33 @@ static json_t *why_json(const Kvkeep__V1__WhyResponse *response)
                              (json_int_t)tier->quarantine_bytes, "largest_admissible_bytes",
                              (json_int_t)tier->largest_admissible_bytes));
     }
-    return json_pack("{s:o, s:o, s:o}", "advice", ctl_json_text(response->advice), "tiers", tiers,
-                     "refusals", refusals);
+    return json_pack("{s:o, s:o, s:o, s:I, s:I}", "advice", ctl_json_text(response->advice),
+                     "tiers", tiers, "refusals", refusals, "metadata_bytes",
+                     (json_int_t)response->metadata_bytes, "workspace_bytes",
+                     (json_int_t)response->workspace_bytes);
 }
 
 int ctl_why(const struct ctl_options *options, int argc, char **argv)
 {
     struct filter filter;
     int code;
+    if (ctl_why_is_miss(argc, argv)) {
+        return ctl_why_miss(options, argc, argv);
+    }
     if (!filter_parse(&filter, argc, argv,
+                      "why was a request refused:\n"
                       "  --tenant NAME   only this tenant's refusals\n"
                       "  --sequence ID   only this sequence's\n"
-                      "  --limit N       the newest so many (20)\n")) {
+                      "  --limit N       the newest so many (20)\n"
+                      "why did a prompt miss:\n"
+                      "  --space ID|MODEL     where it was looked up\n"
+                      "  --tokens T,T,…       the prompt,\n"
+                      "  --prompt-file FILE   or a file of its tokens: numbers as text (JSON too), "
+                      "or\n"
+                      "                       little-endian 32-bit words; - is standard input\n"
+                      "  --salt TEXT          that it had\n"
+                      "  --leave-last         the last token was to be left to compute\n"
+                      "  --tenant NAME        whose space, where a model is named\n")) {
         return CTL_USAGE;
     }
     Kvkeep__V1__WhyRequest request = KVKEEP__V1__WHY_REQUEST__INIT;

@@ -110,6 +110,11 @@ int ctl_leases(const struct ctl_options *options, int argc, char **argv);
 int ctl_instances(const struct ctl_options *options, int argc, char **argv);
 int ctl_usage_of_tenants(const struct ctl_options *options, int argc, char **argv);
 int ctl_why(const struct ctl_options *options, int argc, char **argv);
+/* why, where a prompt is given: why it missed. */
+int ctl_why_miss(const struct ctl_options *options, int argc, char **argv);
+bool ctl_why_is_miss(int argc, char **argv);
+int ctl_doctor(const struct ctl_options *options, int argc, char **argv);
+int ctl_mrc(const struct ctl_options *options, int argc, char **argv);
 int ctl_invalidate(const struct ctl_options *options, int argc, char **argv);
 int ctl_stats(const struct ctl_options *options, int argc, char **argv);
 int ctl_top(const struct ctl_options *options, int argc, char **argv);
