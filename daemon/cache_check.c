@@ -624,6 +624,7 @@ void kvk_cache_check_locked(struct kvk_cache *cache)
         KVK_ASSERT(check.excess_holds == 0);
         KVK_ASSERT(check.excess_pins == 0);
         KVK_ASSERT(cache->moves_under_way == 0);
+        KVK_ASSERT(cache->lent_blocks == 0);
         /* But slots that a call has taken and waits with for the others that it needs. */
         for (int i = 0; i < KVK_TIER_COUNT; i++) {
             KVK_ASSERT(cache->tiers[i].copying_bytes == loose_bytes(cache, (enum kvk_tier)i));

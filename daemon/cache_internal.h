@@ -500,6 +500,8 @@ struct kvk_cache {
     uint32_t give_next;       /* group that is asked for a slab next, where nobody offers one */
     uint64_t passing_holds;   /* of calls that work without the lock now: kvk_block_borrow() */
     uint32_t moves_under_way; /* blocks that are being copied between tiers, now */
+    uint32_t lent_blocks;     /* idle blocks in memory that the scrub looks at, now: who could have
+                                 had their room waits for the moment */
     struct kvk_refusal refusals[KVK_REFUSAL_COUNT]; /* ring */
     uint64_t refusal_count;
     struct kvk_wrong_reuse wrong_reuses[KVK_WRONG_REUSE_COUNT]; /* ring by stats.wrong_reuse */

@@ -326,6 +326,19 @@ static bool is_admitted(const struct kvk_cache *cache, const struct kvk_tenant *
            needed_bytes <= limit - taken - growth_bytes;
 }
 
+/* What cannot be had now is refused; but not for an idle block that the scrub has just borrowed. */
+static enum kvk_status refuse_or_wait(struct kvk_cache *cache, enum kvk_tier tier,
+                                      uint64_t needed_bytes, struct kvk_space *space,
+                                      uint64_t sequence_id, const struct kvk_caller *caller,
+                                      struct kvk_error *error)
+{
+    if (cache->lent_blocks > 0 && cache->threads &&
+        needed_bytes <= cache->tiers[tier].pool.limit_bytes) {
+        return KVK_WOULD_BLOCK;
+    }
+    return kvk_room_refuse(cache, tier, needed_bytes, space, sequence_id, caller, error);
+}
+
 enum kvk_status kvk_room_slot(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
                               const struct kvk_caller *caller, uint32_t *slot,
                               struct kvk_error *error)
@@ -336,7 +349,7 @@ enum kvk_status kvk_room_slot(struct kvk_cache *cache, struct kvk_group *group, 
                      is_admitted(cache, group->space->tenant, tier, group->block_bytes, 0, 0));
     enum kvk_status status = admitted ? slot_get(cache, group, tier, NULL, slot) : KVK_EXHAUSTED;
     if (status == KVK_EXHAUSTED && caller != NULL) {
-        return kvk_room_refuse(cache, tier, group->block_bytes, group->space, 0, caller, error);
+        return refuse_or_wait(cache, tier, group->block_bytes, group->space, 0, caller, error);
     }
     return status;
 }
@@ -486,8 +499,8 @@ enum kvk_status kvk_room_reserve(struct kvk_cache *cache, struct kvk_space *spac
     uint64_t needed = want_bytes(space, want);
     if (!want_is_present(space, want) || !is_admitted(cache, space->tenant, want->tier, needed,
                                                       want->growth_bytes, want->own_growth_bytes)) {
-        return kvk_room_refuse(cache, want->tier, needed + want->growth_bytes, space,
-                               want->sequence_id, caller, error);
+        return refuse_or_wait(cache, want->tier, needed + want->growth_bytes, space,
+                              want->sequence_id, caller, error);
     }
     bool ids = false;
     enum kvk_status status = blocks_get(cache, space, want, blocks, &ids);
@@ -495,6 +508,5 @@ enum kvk_status kvk_room_reserve(struct kvk_cache *cache, struct kvk_space *spac
         return status;
     }
     return ids ? refuse_blocks(cache, space, want, caller, error)
-               : kvk_room_refuse(cache, want->tier, needed, space, want->sequence_id, caller,
-                                 error);
+               : refuse_or_wait(cache, want->tier, needed, space, want->sequence_id, caller, error);
 }

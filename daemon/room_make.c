@@ -463,7 +463,11 @@ enum kvk_status kvk_room_make_drops(struct kvk_cache *cache, struct kvk_space *s
     space->reference_count++;
     enum kvk_status status = check_patience_drops(cache, caller, error);
     uint64_t left_bytes = kvk_quota_left(cache, space->tenant, want->tier);
-    for (uint32_t g = 0; g < space->group_count && status == KVK_OK; g++) {
+    bool waited = status == KVK_OK && cache->lent_blocks > 0 && cache->threads;
+    if (waited) {
+        status = wait_drops(cache, caller);
+    }
+    for (uint32_t g = 0; g < space->group_count && status == KVK_OK && !waited; g++) {
         struct kvk_group *group = space->groups[g];
         if (want->counts[g] == 0 || !group->tiers[want->tier].present) {
             continue;

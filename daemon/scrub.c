@@ -43,7 +43,7 @@ struct kvk_scrub {
 struct scrub_copy {
     uint32_t block;
     enum kvk_tier tier;
-    bool was_idle; /* nobody else kept it from going */
+    bool lent; /* nobody else keeps it in memory */
     uint32_t shard_count;
     const uint8_t *address[KVK_SHARD_COUNT_MAX]; /* in memory */
     uint64_t size_bytes[KVK_SHARD_COUNT_MAX];
@@ -114,7 +114,6 @@ static void copy_borrow(struct kvk_cache *cache, struct scrub_copy *copy)
     const struct kvk_group *group = kvk_group_of(cache, block);
     copy->shard_count = group->shard_count;
     copy->bytes = group->block_bytes;
-    copy->was_idle = block->state == KVK_BLOCK_EVICTABLE;
     for (uint32_t shard = 0; shard < group->shard_count; shard++) {
         copy->size_bytes[shard] = group->shard_bytes[shard];
         if (copy->tier == KVK_TIER_DISK) {
@@ -129,7 +128,8 @@ static void copy_borrow(struct kvk_cache *cache, struct scrub_copy *copy)
         }
     }
     /* What could have gone to make room is being used for a moment: who needs the room waits. */
-    cache->moves_under_way += copy->was_idle ? 1 : 0;
+    copy->lent = copy->tier != KVK_TIER_DISK && block->state == KVK_BLOCK_EVICTABLE;
+    cache->lent_blocks += copy->lent ? 1 : 0;
     kvk_block_borrow(cache, copy->block, copy->tier);
 }
 
@@ -232,8 +232,8 @@ static void copy_return(struct kvk_cache *cache, const struct scrub_copy *copy,
     if (verdict == VERDICT_DAMAGED || verdict == VERDICT_UNREADABLE) {
         copy_give_up(cache, copy, verdict);
     }
-    KVK_ASSERT(cache->moves_under_way >= (copy->was_idle ? 1U : 0U));
-    cache->moves_under_way -= copy->was_idle ? 1 : 0;
+    KVK_ASSERT(cache->lent_blocks >= (copy->lent ? 1U : 0U));
+    cache->lent_blocks -= copy->lent ? 1 : 0;
     kvk_block_return(cache, copy->block, copy->tier);
     pthread_cond_broadcast(&cache->changed);
 }

@@ -366,6 +366,20 @@ static uint64_t option_read(int count, char **arguments, const char *name, uint6
     return fallback;
 }
 
+/* Anywhere; and time and again just after the invalidation was answered, when it must hold. */
+static size_t moment_choose(const struct told *told, const struct image_log *log, uint32_t image,
+                            struct kvk_random *random)
+{
+    size_t records = (size_t)kvk_random_below(random, log->record_count + 1);
+    if (image % 4 == 3) {
+        records = (size_t)kvk_random_below(random, 8);
+        while (records < log->record_count && log->ends[records] <= told->invalidate_end) {
+            records++;
+        }
+    }
+    return records;
+}
+
 int main(int count, char **arguments)
 {
     uint32_t images = (uint32_t)option_read(count, arguments, "--images", IMAGES_DEFAULT);
@@ -392,8 +406,7 @@ int main(int count, char **arguments)
     for (uint32_t i = 0; i < images; i++) {
         /* The last one is what kill -9 leaves: all of it. */
         bool last = i + 1 == images;
-        size_t records =
-            last ? log.record_count : (size_t)kvk_random_below(&random, log.record_count + 1);
+        size_t records = last ? log.record_count : moment_choose(told, &log, i, &random);
         enum image_mode mode = last ? IMAGE_ALL : (enum image_mode)(i % IMAGE_MODE_COUNT);
         image_try(told, &log, records, mode, &random, root, &agent, &tally);
     }

@@ -401,20 +401,36 @@ Test(scrub, the_rate_is_kept)
     house_stop(&house);
 }
 
-/* A pool in which every block is being looked at all the time still takes what it has room for. */
+/* A pool of one block, which is large and looked at again and again: who needs its room waits for
+ * the moment, and is not refused. */
 Test(scrub, nobody_is_refused_for_it)
 {
     struct house house;
+    const struct kvk_geometry geometry = {.layers = 1,
+                                          .kv_heads = 1,
+                                          .block_tokens = 4,
+                                          .layout = KVK_LAYOUT_OPAQUE,
+                                          .attention = KVK_ATTENTION_SELF,
+                                          .tensor_shards = 1,
+                                          .pipeline_shards = 1,
+                                          .opaque_bytes = UINT64_C(4) << 20};
+    const struct house_options options = {.host_bytes = geometry.opaque_bytes, .threads = true};
     house_init(&house);
     house.config.scrub_interval_ms = 1;
     house.config.scrub_bytes_per_second = UINT64_C(1) << 40;
-    house_open_with(&house, 0, 8, true);
-    uint64_t space = house_space(&house, "m");
+    house_start(&house, &options);
+    uint64_t space = house_space_of(&house, &house.caller, "m", &geometry, 1);
     uint64_t session = house_session(&house);
-    for (uint32_t round = 0; round < 2000; round++) {
-        house_close(&house, session, chain_seal(&house, session, space, 1 + round * TOKENS));
+    for (uint32_t round = 0; round < 500; round++) {
+        uint32_t tokens[4];
+        house_tokens(tokens, 4, 1 + round * 4);
+        struct kvk_sequence_reply reply = house_open(&house, session, space, tokens, 4);
+        house_seal(&house, session, reply.sequence_id, 4);
+        house_close(&house, session, reply.sequence_id);
+        house_sleep_ms((long)(round % 4)); /* until it is being looked at, or not */
     }
     cr_assert_gt(counts_of(&house).passes, 0);
+    cr_assert_gt(counts_of(&house).blocks[KVK_TIER_HOST], 0);
     cr_assert_eq(counts_of(&house).damaged[KVK_TIER_HOST], 0);
     kvk_session_end(house.cache, session);
     house_stop(&house);
