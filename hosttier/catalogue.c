@@ -242,6 +242,7 @@ static enum kvk_status begin(struct kvk_catalogue *catalogue, unsigned flags,
 {
     KVK_ASSERT(kvk_locks_held() == 0);
     transaction->catalogue = catalogue;
+    transaction->handle = NULL;
     int code = begin_try(catalogue, flags, &transaction->handle);
     if (code == MDB_PANIC) {
         enum kvk_status status = environment_open_again(catalogue, error);

@@ -737,6 +737,7 @@ Test(catalogue, what_was_acknowledged_survives_a_kill, .timeout = 120)
     cr_assert_neq(shared, MAP_FAILED);
     shelf_init(&shelf);
     shelf.options.queue_max = 128;
+    shelf.options.map_bytes = UINT64_C(4) << 20; /* so that a batch is committed in parts */
     shelf_open(&shelf);
     shelf_put_space(&shelf, 1, 1);
     shelf_close(&shelf);

@@ -15,6 +15,7 @@
 static _Atomic int write_error; /* errno of every write; 0: works */
 static _Atomic int sync_error;
 static _Atomic uint64_t syncs;
+static _Atomic uint64_t syncs_left = UINT64_MAX; /* then they fail, too */
 
 ssize_t pwrite(int fd, const void *buffer, size_t size, off_t offset);
 ssize_t pwritev(int fd, const struct iovec *parts, int count, off_t offset);
@@ -43,6 +44,11 @@ ssize_t pwritev(int fd, const struct iovec *parts, int count, off_t offset)
 int fdatasync(int fd)
 {
     atomic_fetch_add(&syncs, 1);
+    if (atomic_load(&syncs_left) == 0) {
+        errno = EIO;
+        return -1;
+    }
+    atomic_fetch_sub(&syncs_left, 1);
     if (atomic_load(&sync_error) != 0) {
         errno = atomic_load(&sync_error);
         return -1;
@@ -138,6 +144,79 @@ Test(faults, writes_fail)
 Test(faults, syncs_fail)
 {
     fail_and_recover(&sync_error, EIO);
+}
+
+struct block_seek {
+    struct block_example example;
+    bool same;
+};
+
+static bool seek_block(void *context, const struct kvk_disk_block_record *record)
+{
+    struct block_seek *seek = context;
+    seek->same = seek->same || same_block(record, &seek->example.record);
+    return !seek->same;
+}
+
+/* Is the slot's record the example of this seed? */
+static bool block_is(struct shelf *shelf, uint32_t slot, uint64_t seed)
+{
+    static struct block_seek seek;
+    seek.same = false;
+    example_block(&seek.example, 1, 0, slot, seed);
+    cr_assert_eq(kvk_catalogue_blocks(shelf->catalogue, 1, seek_block, &seek, &shelf->error),
+                 KVK_OK);
+    return seek.same;
+}
+
+/* A batch is committed in parts. What is said to be durable after some of them is, and no more. */
+Test(faults, a_batch_that_fails_half_way)
+{
+    enum { COUNT = 64 };
+    struct shelf shelf;
+    bool half = false;
+    shelf_init(&shelf);
+    kvk_log_set_descriptor(-1);
+    shelf.options.map_bytes = UINT64_C(1) << 20; /* so parts are small */
+    shelf_open(&shelf);
+    shelf_put_space(&shelf, 1, 1);
+    for (uint64_t left = 0; left < 12; left++) {
+        uint64_t seeds[COUNT];
+        uint64_t tickets[COUNT];
+        uint64_t older[COUNT];
+        for (uint32_t slot = 0; slot < COUNT; slot++) {
+            older[slot] = left * 2 + 1;
+            shelf_put_block(&shelf, 1, 0, slot, older[slot], NULL);
+        }
+        shelf_flush(&shelf);
+        uint64_t before = kvk_catalogue_committed(shelf.catalogue);
+        for (uint32_t i = 0; i < COUNT; i++) {
+            seeds[i] = left * 2 + 2;
+            shelf_put_block(&shelf, 1, 0, i, 999, &tickets[i]);
+        }
+        for (uint32_t i = 0; i < COUNT; i += 7) { /* again, so that tickets are not in order */
+            shelf_put_block(&shelf, 1, 0, i, seeds[i], &tickets[i]);
+        }
+        for (uint32_t i = 0; i < COUNT; i++) {
+            seeds[i] = i % 7 == 0 ? seeds[i] : 999;
+        }
+        atomic_store(&syncs_left, left);
+        enum kvk_status status = kvk_catalogue_flush(shelf.catalogue, &shelf.error);
+        atomic_store(&syncs_left, UINT64_MAX);
+        uint64_t committed = kvk_catalogue_committed(shelf.catalogue);
+        half = half || (status != KVK_OK && committed > before);
+        /* Those that were acknowledged are there; of the rest either will do. */
+        for (uint32_t i = 0; i < COUNT; i++) {
+            cr_assert(tickets[i] > committed || block_is(&shelf, i, seeds[i]), "slot %u", i);
+            cr_assert(block_is(&shelf, i, seeds[i]) || block_is(&shelf, i, older[i]));
+        }
+        shelf_flush(&shelf);
+        for (uint32_t i = 0; i < COUNT; i++) {
+            cr_assert(block_is(&shelf, i, seeds[i]));
+        }
+    }
+    cr_assert(half, "some flush must have failed between two parts");
+    shelf_finish(&shelf);
 }
 
 /* LMDB gives the whole environment up when its root page cannot be written. */
