@@ -60,10 +60,8 @@ static bool is_damaged(const struct kvk_block *block, enum kvk_tier tier)
 /* Where a block's bytes lie, in memory before disk. */
 static enum kvk_tier first_tier(const struct kvk_block *block)
 {
-    bool in_memory = false;
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
-        in_memory = in_memory || block->slot[i] != KVK_SLOT_NONE;
-    }
+    bool in_memory = block->slot[KVK_TIER_DEVICE] != KVK_SLOT_NONE ||
+                     block->slot[KVK_TIER_HOST] != KVK_SLOT_NONE;
     return in_memory ? kvk_block_tier(block) : KVK_TIER_DISK;
 }
 
@@ -74,11 +72,8 @@ static bool is_current(const struct kvk_cache *cache, uint32_t id, const struct 
 
 static bool is_at_rest(const struct kvk_block *block)
 {
-    bool pinned = false;
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
-        pinned = pinned || block->pin_count[i] > 0;
-    }
-    return block->transfer_count == 0 && !pinned;
+    return block->transfer_count == 0 && block->pin_count[KVK_TIER_DEVICE] == 0 &&
+           block->pin_count[KVK_TIER_HOST] == 0 && block->pin_count[KVK_TIER_DISK] == 0;
 }
 
 /* A leaf as far as the disk goes: with it nothing is stranded there, nor in memory. */
@@ -855,7 +850,10 @@ void kvk_block_seal(struct kvk_cache *cache, uint32_t id)
     kvk_block_settle(cache, id);
 }
 
-void kvk_block_fill(struct kvk_cache *cache, uint32_t winner_id, uint32_t id)
+/* `block` (sealed, private, one holder) ends; its bytes in memory, holder and pins are the
+ * winner's, which has none there. What the holder is to the winner, `event` says. */
+static void bytes_hand_over(struct kvk_cache *cache, uint32_t winner_id, uint32_t id,
+                            enum kvk_block_event event)
 {
     struct kvk_block *block = kvk_index_block(cache->index, id);
     struct kvk_block *winner = kvk_index_block(cache->index, winner_id);
@@ -867,39 +865,8 @@ void kvk_block_fill(struct kvk_cache *cache, uint32_t winner_id, uint32_t id)
     KVK_ASSERT(block->queue == NULL);
 
     uint8_t mask = block->tier_mask;
-    kvk_block_step(winner, KVK_BLOCK_FILL);
-    winner->lease_hold_count = block->lease_hold_count;
-    block->lease_hold_count = 0;
-    tiers_set(cache, group, id, 0);
-    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
-        winner->slot[i] = block->slot[i];
-        winner->pin_count[i] = block->pin_count[i];
-        if (block->slot[i] != KVK_SLOT_NONE) {
-            group->tiers[i].owners[block->slot[i]] = winner_id + 1;
-        }
-        block->slot[i] = KVK_SLOT_NONE;
-        block->pin_count[i] = 0;
-    }
-    tiers_set(cache, group, winner_id, mask);
-    kvk_block_step(block, KVK_BLOCK_DISCARD);
-    block_end(cache, group, id);
-    kvk_block_settle(cache, winner_id);
-}
-
-void kvk_block_adopt(struct kvk_cache *cache, uint32_t winner_id, uint32_t id)
-{
-    struct kvk_block *block = kvk_index_block(cache->index, id);
-    struct kvk_block *winner = kvk_index_block(cache->index, winner_id);
-    struct kvk_group *group = kvk_group_of(cache, block);
-    KVK_ASSERT(winner->arena == block->arena);
-    KVK_ASSERT(kvk_block_is_whole(winner) && is_indexed(winner));
-    KVK_ASSERT(!is_indexed(block) && block->hold_count == 1);
-    KVK_ASSERT(block->transfer_count == 0);
-    KVK_ASSERT(block->queue == NULL);
-
-    uint8_t mask = block->tier_mask;
     queue_leave(winner, winner_id);
-    kvk_block_step(winner, KVK_BLOCK_HOLD);
+    kvk_block_step(winner, event);
     winner->lease_hold_count += block->lease_hold_count;
     block->lease_hold_count = 0;
     tiers_set(cache, group, id, 0);
@@ -917,4 +884,16 @@ void kvk_block_adopt(struct kvk_cache *cache, uint32_t winner_id, uint32_t id)
     kvk_block_step(block, KVK_BLOCK_DISCARD);
     block_end(cache, group, id);
     kvk_block_settle(cache, winner_id);
+}
+
+void kvk_block_fill(struct kvk_cache *cache, uint32_t winner, uint32_t id)
+{
+    bytes_hand_over(cache, winner, id, KVK_BLOCK_FILL);
+}
+
+void kvk_block_adopt(struct kvk_cache *cache, uint32_t winner, uint32_t id)
+{
+    KVK_ASSERT(kvk_block_is_whole(kvk_index_block(cache->index, winner)));
+    KVK_ASSERT(kvk_index_block(cache->index, id)->hold_count == 1);
+    bytes_hand_over(cache, winner, id, KVK_BLOCK_HOLD);
 }

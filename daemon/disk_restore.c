@@ -61,7 +61,7 @@ static bool reading_init(struct kvk_cache *cache, enum kvk_tier tier,
                 .file = group->disk->file,
                 .slot = block->slot[KVK_TIER_DISK],
                 .offset = group->disk->shard_offset[shard],
-                .memory = group->tiers[tier].regions[shard].address + jobs[i].slot * bytes,
+                .memory = kvk_slot_address(group, tier, jobs[i].slot, shard),
                 .size_bytes = bytes,
                 .checksum = &reading->sums[next],
                 .status = KVK_UNAVAILABLE,
@@ -99,6 +99,7 @@ static enum job_end job_verdict(const struct kvk_cache *cache, uint32_t id,
 static void job_land(struct kvk_cache *cache, enum kvk_tier tier, struct kvk_disk_read_job *job,
                      const uint64_t *sums)
 {
+    KVK_ASSERT(sums != NULL);
     const struct kvk_block *block = kvk_index_block(cache->index, job->block);
     struct kvk_group *group = kvk_group_of(cache, block);
     job->landed = kvk_disk_is_current(cache, job->block);

@@ -124,7 +124,8 @@ void kvk_disk_estimate(const struct kvk_cache *cache, const struct kvk_space *sp
 void kvk_disk_ahead(struct kvk_cache *cache, const struct kvk_space *space,
                     const struct kvk_prefix *prefix);
 
-/* Test hook: runs before bytes move, without any lock; a simulation lets other requests in there. */
+/* Test hook: runs before bytes move, without any lock; a simulation lets other requests in there.
+ */
 void kvk_disk_test_hook(struct kvk_cache *cache, void (*hook)(void *context), void *context);
 
 /* ---- Answers ---- */

@@ -49,7 +49,7 @@ struct kvk_disk_tier {
     pthread_cond_t wake;
     bool thread_running;
     bool stopping;
-    bool round_running; /* by whoever steps: not entered twice */
+    bool round_running;          /* by whoever steps: not entered twice */
     void (*hook)(void *context); /* tests; NULL: none */
     void *hook_context;
 };

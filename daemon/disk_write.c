@@ -125,7 +125,6 @@ static uint32_t writable(struct kvk_cache *cache, uint32_t id)
             return KVK_BLOCK_NONE;
         }
         if (!kvk_disk_is_memory(block)) {
-            cache->stats.disk_late_blocks++;
             return KVK_BLOCK_NONE;
         }
         if (parent_is_there(cache, kvk_group_of(cache, block), block)) {
@@ -164,6 +163,8 @@ static enum gathering gather_one_drops(struct kvk_cache *cache, struct batch *ba
     bool queued = kvk_disk_bit(&tier->queued, candidate);
     uint32_t id = queued ? writable(cache, candidate) : KVK_BLOCK_NONE;
     if (id == KVK_BLOCK_NONE) {
+        bool late = !queued || !kvk_disk_is_memory(kvk_index_block(cache->index, candidate));
+        cache->stats.disk_late_blocks += late ? 1 : 0;
         (void)kvk_disk_ring_take(&tier->behind);
         kvk_disk_bit_set(&tier->queued, candidate, false);
         return GATHER_MORE;
@@ -233,7 +234,6 @@ static uint32_t stage_begin(struct kvk_cache *cache, struct batch *batch)
         }
         const struct kvk_block *block = kvk_index_block(cache->index, entry->block);
         if (!kvk_disk_is_memory(block)) {
-            cache->stats.disk_late_blocks++;
             continue;
         }
         entry->source = kvk_block_tier(block);

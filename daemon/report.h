@@ -164,8 +164,8 @@ struct kvk_refusal {
 KVK_CHECKED enum kvk_status
 kvk_report_why(struct kvk_cache *cache, const struct kvk_caller *caller, struct kvk_view tenant,
                uint64_t sequence_id, struct kvk_refusal *refusals, uint32_t limit, uint32_t *count,
-               struct kvk_tier_report tiers[KVK_TIER_COUNT], char *advice,
-               size_t advice_size, struct kvk_error *error);
+               struct kvk_tier_report tiers[KVK_TIER_COUNT], char *advice, size_t advice_size,
+               struct kvk_error *error);
 
 /* Memory beside the tiers: the engine's own tables, and operands of attention. */
 void kvk_report_memory(struct kvk_cache *cache, uint64_t *metadata_bytes,

@@ -208,7 +208,8 @@ static enum kvk_status reply_occupancy(struct kvk_rpc_run *run,
         fill_occupancy_row(&rows[i], &counts[i], &reports[i]);
     }
     /* The disk's only where there is one: it comes last. */
-    response.n_tiers = tiers[KVK_TIER_DISK].limit_bytes > 0 ? KVK_TIER_COUNT : KVK_MEMORY_TIER_COUNT;
+    response.n_tiers =
+        tiers[KVK_TIER_DISK].limit_bytes > 0 ? KVK_TIER_COUNT : KVK_MEMORY_TIER_COUNT;
     response.tiers = use_pointers;
     Kvkeep__V1__DiskState disk;
     struct kvk_disk_report disk_report;

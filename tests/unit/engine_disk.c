@@ -158,6 +158,92 @@ Test(disk, what_leaves_memory_before_its_turn_is_not_on_it)
     }
     disk_rounds(&on);
     cr_assert_eq(disk_blocks(&on), 4);
+    cr_assert_eq(stage_stats(&on.stage).disk_late_blocks, 16);
+    disk_stage_stop(&on);
+}
+
+/* Every counter of the disk tier goes out under its name. */
+static void find_stat(void *context, const char *name, double value)
+{
+    struct {
+        const char *name;
+        double value;
+        bool found;
+    } *wanted = context;
+    if (strcmp(name, wanted->name) == 0) {
+        wanted->value = value;
+        wanted->found = true;
+    }
+}
+
+Test(disk, its_figures_go_out)
+{
+    struct disk_stage on;
+    uint32_t tokens[16];
+    struct {
+        const char *name;
+        double value;
+        bool found;
+    } wanted;
+    static const struct {
+        const char *name;
+        double least;
+    } names[] = {{"kvkeep_disk_written_blocks_total", 4},
+                 {"kvkeep_disk_written_bytes_total", 4 * DISK_SLOT_BYTES},
+                 {"kvkeep_disk_restored_blocks_total", 4},
+                 {"kvkeep_disk_restored_bytes_total", 4 * 1024},
+                 {"kvkeep_disk_restores_total", 1},
+                 {"kvkeep_disk_state{state=\"good\"}", 1},
+                 {"kvkeep_disk_read_bytes_total", 4 * 1024},
+                 {"kvkeep_disk_wrote_bytes_total", 4 * 1024},
+                 {"kvkeep_tier_used_bytes{tier=\"disk\"}", 4 * DISK_SLOT_BYTES},
+                 {"kvkeep_tier_limit_bytes{tier=\"disk\"}", 64 * DISK_SLOT_BYTES}};
+    disk_stage_init(&on);
+    disk_stage_start(&on, 0, 8, 64);
+    house_tokens(tokens, 16, 1000);
+    stage_cache(&on.stage, tokens, 16, 7);
+    disk_rounds(&on);
+    disk_push_out(&on, tokens, 16, 5000);
+    stage_close(&on.stage, stage_open(&on.stage, tokens, 16).sequence_id);
+    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
+        wanted.name = names[i].name;
+        wanted.found = false;
+        kvk_report_stats(on.stage.house.cache, find_stat, &wanted);
+        cr_assert(wanted.found, "%s", names[i].name);
+        cr_assert_geq(wanted.value, names[i].least, "%s", names[i].name);
+    }
+    struct kvk_tier_report tiers[KVK_TIER_COUNT];
+    struct kvk_group_report *rows;
+    uint32_t count;
+    STAGE_OK(&on.stage, kvk_report_occupancy(on.stage.house.cache, &on.stage.house.caller,
+                                             (struct kvk_view){.size = 0}, tiers, &rows, &count,
+                                             &on.stage.house.error));
+    cr_assert_eq(tiers[DISK].used_bytes + tiers[DISK].free_bytes, tiers[DISK].limit_bytes);
+    cr_assert_geq(rows[0].tier_blocks[DISK], 4);
+    free(rows);
+    disk_stage_stop(&on);
+}
+
+/* A block that waits to be written, and lost its bytes while its place in the chain was kept. */
+Test(disk, a_hollow_block_is_late)
+{
+    struct disk_stage on;
+    struct kvk_geometry geometry = house_geometry();
+    uint32_t tokens[32];
+    geometry.window = 4;
+    disk_stage_init(&on);
+    disk_stage_start_with(&on, &geometry, 0, 4, 64, false);
+    house_tokens(tokens, 32, 1000);
+    uint64_t id = stage_open(&on.stage, tokens, 4).sequence_id;
+    stage_fill(&on.stage, id, 7);
+    for (uint32_t i = 1; i < 8; i++) {
+        STAGE_OK(&on.stage, stage_try_append(&on.stage, id, 4 * i, tokens + 4 * i, 4, false,
+                                             &(struct kvk_sequence_reply){0}));
+        stage_fill(&on.stage, id, 7);
+    }
+    disk_rounds(&on);
+    cr_assert_gt(disk_blocks(&on), 0);
+    stage_close(&on.stage, id);
     disk_stage_stop(&on);
 }
 
