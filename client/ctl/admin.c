@@ -566,7 +566,9 @@ static json_t *advice_json(const Kvkeep__V1__Advice *advice)
         return json_null();
     }
     for (size_t i = 0; i < advice->n_sequence_ids; i++) {
-        json_array_append_new(ids, json_integer((json_int_t)advice->sequence_ids[i]));
+        /* JSON's integers have a sign, and ids use all 64 bits. */
+        json_array_append_new(ids,
+                              json_sprintf("%llu", (unsigned long long)advice->sequence_ids[i]));
     }
     return json_pack("{s:s, s:o, s:I, s:I, s:I, s:I}", "do",
                      advice->kind == KVKEEP__V1__ADVICE__KIND__KIND_SWAP_OUT ? "swap_out" : "close",

@@ -195,15 +195,15 @@ static json_t *answer_json(const Kvkeep__V1__ExplainMissResponse *response)
     if (response->reason.len > 0) {
         json_object_set_new(
             object, "gone",
-            json_pack("{s:o, s:I, s:s, s:I, s:I, s:f, s:o, s:b, s:I, s:b}", "reason",
+            json_pack("{s:o, s:I, s:s, s:I, s:I, s:f, s:o, s:b, s:o, s:b}", "reason",
                       ctl_json_text(response->reason), "age_ms", (json_int_t)response->gone_age_ms,
                       "tier", tier_name(response->gone_tier), "idle_ms",
                       (json_int_t)response->gone_idle_ms, "uses", (json_int_t)response->gone_uses,
                       "score", response->gone_score, "for_tenant",
                       ctl_json_text(response->gone_for_tenant), "for_other_tenant",
                       (int)response->gone_for_other, "for_space_id",
-                      (json_int_t)response->gone_for_space_id, "with_space",
-                      (int)response->gone_before));
+                      json_sprintf("%llu", (unsigned long long)response->gone_for_space_id),
+                      "with_space", (int)response->gone_before));
     }
     return object;
 }
