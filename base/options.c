@@ -291,13 +291,13 @@ static enum kvk_status read_pair(struct reader *reader, char *text)
     return read_field(reader, name, value);
 }
 
-static enum kvk_status read_line(struct reader *reader, const char *bytes, size_t size)
+static enum kvk_status read_line(struct reader *reader, char line[LINE_SIZE], const char *bytes,
+                                 size_t size)
 {
-    char line[LINE_SIZE] = {0};
     if (size > 0 && bytes[size - 1] == '\r') {
         size--;
     }
-    if (size >= sizeof(line)) {
+    if (size >= LINE_SIZE) {
         return refuse(reader, reader->line, "", "the line is longer than %d bytes", LINE_SIZE - 1);
     }
     if (!kvk_utf8_ok(bytes, size)) {
@@ -323,15 +323,17 @@ static enum kvk_status read_line(struct reader *reader, const char *bytes, size_
 
 static enum kvk_status read_lines(struct reader *reader, const char *text, size_t size)
 {
+    char line[LINE_SIZE] = {0};
     size_t at = size >= 3 && memcmp(text, "\xef\xbb\xbf", 3) == 0 ? 3 : 0;
     enum kvk_status status = KVK_OK;
     while (at < size && status == KVK_OK) {
         const char *end = memchr(text + at, '\n', size - at);
         size_t length = end != NULL ? (size_t)(end - (text + at)) : size - at;
         reader->line++;
-        status = read_line(reader, text + at, length);
+        status = read_line(reader, line, text + at, length);
         at += length + 1;
     }
+    kvk_secret_wipe(line, sizeof(line)); /* a value may be one */
     return status == KVK_OK ? end_file(reader) : status;
 }
 
@@ -370,6 +372,7 @@ enum kvk_status kvk_options_load(const struct kvk_option_table *table, void *tar
         status = kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "config", "no memory");
         goto close_file;
     }
+    (void)setvbuf(file, NULL, _IONBF, 0); /* no copy that nobody wipes */
     size_t size = fread(text, 1, KVK_OPTION_FILE_BYTES_MAX + 1, file);
     if (ferror(file) != 0) {
         status = refuse_file(error, path, strerror(errno));
@@ -378,6 +381,7 @@ enum kvk_status kvk_options_load(const struct kvk_option_table *table, void *tar
     } else {
         status = kvk_options_load_text(table, target, path, text, size, error);
     }
+    kvk_secret_wipe(text, size); /* tokens may be in it */
     free(text);
 close_file:
     (void)fclose(file); /* only read from */

@@ -37,6 +37,13 @@ void kvk_config_finish(struct kvk_config *config)
     *config = (struct kvk_config){.test_hooks = false};
 }
 
+void kvk_config_forget_tokens(struct kvk_config *config)
+{
+    for (uint32_t i = 0; i < config->credential_count; i++) {
+        kvk_secret_wipe(config->credentials[i].token, sizeof(config->credentials[i].token));
+    }
+}
+
 /* What the file said about credentials, as the configuration keeps it. */
 static enum kvk_status keep_credentials(struct kvk_config_file *file, struct kvk_error *error)
 {

@@ -155,6 +155,8 @@ struct kvk_config {
 /* Defaults: what kvkeepd runs on without a file; one tenant "default" for the daemon's own uid. */
 void kvk_config_init(struct kvk_config *config);
 void kvk_config_finish(struct kvk_config *config);
+/* When credentials are known by their digests, nothing needs their tokens in clear. */
+void kvk_config_forget_tokens(struct kvk_config *config);
 
 /* Read a file over the defaults, and check the whole. The error names file, line, section and
  * field, and the limit; where only several fields together are wrong, it names no line. */

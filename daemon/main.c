@@ -334,6 +334,15 @@ static enum kvk_status build_cache(struct house *house, struct kvk_error *error)
     return status == KVK_OK ? kvk_durable_start(house->cache, error) : status;
 }
 
+/* A kernel without filters is no reason not to serve. */
+static void refuse_calls(const struct kvk_config *config)
+{
+    struct kvk_error error;
+    if (config->seccomp && kvk_harden_calls(&error) != KVK_OK) {
+        kvk_log(KVK_LOG_WARNING, "no_call_filter", "text=\"%s\"", error.text);
+    }
+}
+
 static enum kvk_status build(struct house *house, struct kvk_error *error)
 {
     const struct kvk_config *config = house->config;
@@ -342,6 +351,7 @@ static enum kvk_status build(struct house *house, struct kvk_error *error)
         const struct kvk_tenants_options options = {.config = config,
                                                     .catalogue = house->durable.catalogue};
         status = kvk_tenants_open(&options, &house->tenants, error);
+        kvk_config_forget_tokens(house->config);
     }
     if (status == KVK_OK) {
         status = kvk_audit_open(config->durable_folder, KVK_AUDIT_BYTES_MAX, &house->audit, error);
@@ -365,6 +375,7 @@ static enum kvk_status build(struct house *house, struct kvk_error *error)
                                         config->connections, &house->side, error);
     }
     if (status == KVK_OK) {
+        refuse_calls(config); /* before anybody is served */
         status = kvk_server_start(house->server, error);
     }
     if (status == KVK_OK) {
@@ -453,22 +464,12 @@ static void wait_for_end(struct kvk_server *server, const sigset_t *signals)
     }
 }
 
-/* A kernel without filters is no reason not to serve. */
-static void refuse_calls(const struct kvk_config *config)
-{
-    struct kvk_error error;
-    if (config->seccomp && kvk_harden_calls(&error) != KVK_OK) {
-        kvk_log(KVK_LOG_WARNING, "no_call_filter", "text=\"%s\"", error.text);
-    }
-}
-
 static int serve(struct kvk_config *config, const sigset_t *signals)
 {
     struct house house = {.config = config};
     struct kvk_error error;
     int result = EXIT_SUCCESS;
     if (build(&house, &error) == KVK_OK) {
-        refuse_calls(config);
         say_ready(&house);
         wait_for_end(house.server, signals);
         kvk_notify("STOPPING=1\nSTATUS=ending");

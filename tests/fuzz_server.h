@@ -104,6 +104,30 @@ const struct kvk_peer *kvk_call_peer(struct kvk_call *call)
     return &call->peer;
 }
 
+void kvk_call_peer_text(struct kvk_call *call, char text[KVK_PEER_TEXT_SIZE])
+{
+    (void)call;
+    memcpy(text, "fake", sizeof("fake"));
+}
+
+uint32_t kvk_call_peer_address(struct kvk_call *call, uint8_t address[16])
+{
+    (void)call;
+    memset(address, 1, 4);
+    return 4;
+}
+
+void kvk_call_certificate_names(struct kvk_call *call, struct kvk_certificate_names *names)
+{
+    (void)call;
+    *names = (struct kvk_certificate_names){.count = 0};
+}
+
+void kvk_certificate_names_finish(struct kvk_certificate_names *names)
+{
+    (void)names;
+}
+
 uint64_t kvk_call_deadline_ns(struct kvk_call *call)
 {
     (void)call;
