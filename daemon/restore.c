@@ -42,6 +42,7 @@ struct record {
     uint32_t block;        /* its parent's, while on the stack; then its own. NONE: none */
     uint8_t returned_mask; /* tiers whose slots came back */
     bool visited;
+    bool follows; /* it is the child of the record before it */
 };
 
 struct kvk_restore {
@@ -206,10 +207,33 @@ enum kvk_status kvk_restore_add(struct kvk_restore *restore, const struct kvk_re
 
 /* ---- By parents ---- */
 
+static bool is_child_of(const struct record *child, const struct record *parent)
+{
+    return kvk_key_equal(child->parent, parent->key) && child->group == parent->group &&
+           child->position == parent->position + 1;
+}
+
+/* Chains were recorded as they grew, so as a rule a child comes right behind its parent, and needs
+ * no looking for. How many do not. */
+static uint32_t followers_mark(struct kvk_restore *restore)
+{
+    uint32_t others = 0;
+    for (uint32_t i = 0; i < restore->count; i++) {
+        struct record *record = record_at(restore, i);
+        if (record->position == 0) {
+            continue; /* the root is nobody's record */
+        }
+        record->follows = i > 0 && is_child_of(record, record_at(restore, i - 1));
+        others += record->follows ? 0 : 1;
+    }
+    return others;
+}
+
 static bool buckets_make(struct kvk_restore *restore)
 {
+    uint64_t others = followers_mark(restore);
     uint64_t count = 16;
-    while (count < restore->count) {
+    while (count < others) {
         count *= 2;
     }
     restore->buckets = malloc(count * sizeof(*restore->buckets));
@@ -220,37 +244,41 @@ static bool buckets_make(struct kvk_restore *restore)
     memset(restore->buckets, 0xff, count * sizeof(*restore->buckets));
     restore->bucket_mask = count - 1;
     for (uint32_t i = 0; i < restore->count; i++) {
-        if (i + 16 < restore->count) {
-            const struct record *ahead = record_at(restore, i + 16);
-            __builtin_prefetch(&restore->buckets[ahead->parent.low & restore->bucket_mask], 1);
-        }
         struct record *record = record_at(restore, i);
-        if (record->position == 0) {
-            continue; /* the root is nobody's record */
+        if (record->position > 0 && !record->follows) {
+            uint32_t *bucket = &restore->buckets[record->parent.low & restore->bucket_mask];
+            record->next = *bucket;
+            *bucket = i;
         }
-        uint32_t *bucket = &restore->buckets[record->parent.low & restore->bucket_mask];
-        record->next = *bucket;
-        *bucket = i;
     }
     return true;
 }
 
-/* Move the children of a block that is in onto the stack. */
-static void children_push(struct kvk_restore *restore, const struct record *record, uint32_t block)
+static void child_push(struct kvk_restore *restore, uint32_t number, uint32_t block)
 {
+    struct record *child = record_at(restore, number);
+    child->block = block;
+    child->next = restore->stack;
+    restore->stack = number;
+}
+
+/* Move the children of a block that is in onto the stack. */
+static void children_push(struct kvk_restore *restore, uint32_t parent, uint32_t block)
+{
+    const struct record *record = record_at(restore, parent);
     uint32_t *link = &restore->buckets[record->key.low & restore->bucket_mask];
     while (*link != NONE) {
         uint32_t number = *link;
         struct record *child = record_at(restore, number);
-        if (!kvk_key_equal(child->parent, record->key) || child->group != record->group ||
-            child->position != record->position + 1) {
+        if (is_child_of(child, record)) {
+            *link = child->next;
+            child_push(restore, number, block);
+        } else {
             link = &child->next;
-            continue;
         }
-        *link = child->next;
-        child->block = block;
-        child->next = restore->stack;
-        restore->stack = number;
+    }
+    if (parent + 1 < restore->count && record_at(restore, parent + 1)->follows) {
+        child_push(restore, parent + 1, block);
     }
 }
 
@@ -346,7 +374,7 @@ static void record_insert(struct kvk_restore *restore, uint32_t number, uint32_t
         restore->counts.crowded++;
     } else if (status == KVK_EXISTS) {
         known_merge(restore, record, winner);
-        children_push(restore, record, winner);
+        children_push(restore, number, winner);
     } else {
         record->block = id;
         record->next = restore->done;
@@ -356,7 +384,7 @@ static void record_insert(struct kvk_restore *restore, uint32_t number, uint32_t
             kvk_sidecar_bind(cache, record->group, id, record->entry - 1);
         }
         copies_return(restore, record, id);
-        children_push(restore, record, id);
+        children_push(restore, number, id);
     }
 }
 
@@ -492,6 +520,7 @@ enum kvk_status kvk_restore_finish(struct kvk_restore *restore,
     } else if (restore->count > 0) {
         kvk_lock(&cache->lock);
         restore->policy_ns = kvk_policy_now(cache);
+        kvk_index_expect(cache->index, restore->count);
         chains_insert_drops(restore);
         cache->stamp += restore->idle_s_max + UINT64_C(1);
         all_let_go_drops(restore);

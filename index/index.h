@@ -162,6 +162,10 @@ KVK_CHECKED enum kvk_status kvk_index_insert_known(struct kvk_index *index,
                                                    size_t extra_size, uint32_t block,
                                                    uint32_t *winner);
 
+/* So many blocks are about to be inserted: let the table of keys grow now, all at once. Not while
+ * anybody waits. */
+void kvk_index_expect(struct kvk_index *index, uint32_t block_count);
+
 /* Take a block without children and anchors out of its chain. Its parent, or KVK_BLOCK_NONE. */
 uint32_t kvk_index_remove(struct kvk_index *index, uint32_t block);
 

@@ -124,6 +124,16 @@ static void bucket_split(struct kvk_index *index)
     }
 }
 
+void kvk_index_expect(struct kvk_index *index, uint32_t block_count)
+{
+    uint64_t wanted = 2 * (index->indexed_count + block_count);
+    uint32_t before;
+    do {
+        before = index->bucket_count;
+        bucket_split(index);
+    } while (index->bucket_count != before && index->bucket_count <= wanted);
+}
+
 void kvk_keymap_insert(struct kvk_index *index, uint32_t block)
 {
     for (int i = 0; i < 2 && 2 * index->indexed_count >= index->bucket_count; i++) {
