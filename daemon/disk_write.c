@@ -220,6 +220,14 @@ static void batch_free(struct batch *batch)
     free(batch->sums);
 }
 
+/* Is the block still the one that was gathered? Its id may have been given to another since, and
+ * gathered again, perhaps in another group. */
+static bool is_entrys_block(const struct kvk_cache *cache, const struct entry *entry)
+{
+    return is_writing(cache, entry->block) && is_wanted(cache, entry->block) &&
+           kvk_group_of(cache, kvk_index_block(cache->index, entry->block)) == entry->group;
+}
+
 /* Borrow what is still to be written, and say what is copied where. */
 static uint32_t stage_begin(struct kvk_cache *cache, struct batch *batch)
 {
@@ -229,7 +237,7 @@ static uint32_t stage_begin(struct kvk_cache *cache, struct batch *batch)
         struct entry *entry = &batch->entries[i];
         struct kvk_group *group = entry->group;
         entry->first_piece = count;
-        if (!is_writing(cache, entry->block) || !is_wanted(cache, entry->block)) {
+        if (!is_entrys_block(cache, entry)) {
             continue;
         }
         const struct kvk_block *block = kvk_index_block(cache->index, entry->block);
@@ -379,7 +387,7 @@ static bool attach(struct kvk_cache *cache, const struct batch *batch, const str
 {
     const uint64_t *sums = batch->sums + entry->first_piece;
     struct kvk_disk_block_record record;
-    if (!entry->written || !is_writing(cache, entry->block) || !is_wanted(cache, entry->block)) {
+    if (!entry->written || !is_entrys_block(cache, entry)) {
         return false;
     }
     const struct kvk_block *block = kvk_index_block(cache->index, entry->block);
