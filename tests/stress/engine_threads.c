@@ -296,7 +296,7 @@ static void *worker_main(void *argument)
 
 static struct kvk_device *device_open(void)
 {
-    const struct kvk_device_cpu_options options = {.attend_thread_count = 1};
+    const struct kvk_device_cpu_options options = {.attend_thread_count = 1, .window_bytes = 4096};
     struct kvk_device *device;
     struct kvk_error error;
     enum kvk_status status = kvk_device_cpu_open(&options, &device, &error);
@@ -316,6 +316,8 @@ static void rig_start(struct rig *rig)
     rig->config.tokens = 4096;
     rig->config.copy_threads = 2;
     rig->config.device_free_percent = 10;
+    rig->config.scrub_interval_ms = 1; /* and somebody who looks at every block meanwhile */
+    rig->config.scrub_bytes_per_second = UINT64_C(1) << 40;
     enum kvk_status status = kvk_tenants_create(&rig->config, &rig->tenants, &error);
     KVK_ASSERT(status == KVK_OK);
     const struct kvk_cache_options options = {.config = &rig->config,
