@@ -230,7 +230,7 @@ static void workload_init(struct workload *load, const struct settings *settings
     if (kvk_threads_create(info.thread_count, "bench-read", &load->threads, &error) != KVK_OK) {
         give_up("threads", error.text);
     }
-    if (load->device->ops->alloc(load->device, size_bytes, "bench", &load->region, &error) !=
+    if (load->device->ops->alloc(load->device, size_bytes, 0, "bench", &load->region, &error) !=
             KVK_OK ||
         load->device->ops->back(load->device, &load->region, 0, size_bytes, &error) != KVK_OK) {
         give_up("memory", error.text);

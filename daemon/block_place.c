@@ -22,14 +22,22 @@ enum kvk_tier kvk_block_tier(const struct kvk_block *block)
     return KVK_TIER_HOST;
 }
 
+uint8_t *kvk_slot_address(const struct kvk_group *group, enum kvk_tier tier, uint32_t slot,
+                          uint32_t shard)
+{
+    uint8_t *address =
+        kvk_region_at(&group->tiers[tier].regions[shard], slot * group->shard_bytes[shard]);
+    KVK_ASSERT(address != NULL);
+    return address;
+}
+
 uint8_t *kvk_block_address(const struct kvk_cache *cache, const struct kvk_block *block,
                            enum kvk_tier tier, uint32_t shard)
 {
     const struct kvk_group *group = kvk_group_of(cache, block);
     KVK_ASSERT(shard < group->shard_count);
     KVK_ASSERT(block->slot[tier] != KVK_SLOT_NONE);
-    return group->tiers[tier].regions[shard].address +
-           (uint64_t)block->slot[tier] * group->shard_bytes[shard];
+    return kvk_slot_address(group, tier, block->slot[tier], shard);
 }
 
 uint32_t kvk_block_generation(const struct kvk_cache *cache, const struct kvk_block *block,

@@ -467,6 +467,7 @@ struct kvk_cache {
     uint64_t aside_bytes[KVK_MEMORY_TIER_COUNT];
     bool threads;      /* as the options say */
     bool persist_busy; /* somebody changes what is recorded of spaces, without the lock, now */
+    bool persist_wanted; /* a space may be without its record */
     uint64_t persist_retry_ns; /* not before: a space could not be recorded */
 
     struct kvk_space *spaces;
@@ -612,6 +613,9 @@ void kvk_block_set_quarantined(struct kvk_cache *cache, uint32_t block, bool qua
  * held has one (a copy on disk alone is held only by those who are restoring it). */
 enum kvk_tier kvk_block_tier(const struct kvk_block *block);
 
+/* Address of a shard of a slot that has memory. */
+uint8_t *kvk_slot_address(const struct kvk_group *group, enum kvk_tier tier, uint32_t slot,
+                          uint32_t shard);
 /* Address of a shard of the block's copy or slot in a tier. */
 uint8_t *kvk_block_address(const struct kvk_cache *cache, const struct kvk_block *block,
                            enum kvk_tier tier, uint32_t shard);

@@ -29,7 +29,7 @@ static enum kvk_status memory_try(struct kvk_cache *cache, enum kvk_tier tier, u
     uint64_t there = 0;
     uint64_t back = 0;
     enum kvk_status status =
-        device->ops->alloc(device, CANARY_BYTES, "kvkeep-canary", &region, error);
+        device->ops->alloc(device, CANARY_BYTES, 0, "kvkeep-canary", &region, error);
     if (status != KVK_OK) {
         return status;
     }

@@ -195,8 +195,9 @@ static void odd_slots_wipe_drops(struct kvk_cache *cache, struct kvk_group *grou
         }
         uint32_t end = at->arena.place_fresh * at->arena.slab_slots;
         for (uint32_t slot = 0; slot < end; slot++) {
-            if (!kvk_arena_is_used(&at->arena, slot)) {
-                memset(at->regions[shard].address + slot * bytes, 0, bytes);
+            uint8_t *memory = kvk_region_at(&at->regions[shard], slot * bytes);
+            if (memory != NULL && !kvk_arena_is_used(&at->arena, slot)) {
+                memset(memory, 0, bytes);
             }
             if (slot % SLICE_SLOTS == SLICE_SLOTS - 1) {
                 yield_drops(cache);

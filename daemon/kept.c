@@ -200,7 +200,8 @@ static void keeper_put(struct kvk_cache *cache, const char *name, int fd)
 
 enum kvk_status kvk_kept_adopt(struct kvk_cache *cache, struct kvk_device *device,
                                const struct kvk_kept_name *name, uint64_t size_bytes,
-                               struct kvk_region *region, struct kvk_error *error)
+                               uint64_t piece_bytes, struct kvk_region *region,
+                               struct kvk_error *error)
 {
     struct file *file = file_find(cache, name);
     KVK_ASSERT(file != NULL);
@@ -208,7 +209,8 @@ enum kvk_status kvk_kept_adopt(struct kvk_cache *cache, struct kvk_device *devic
         return kvk_fail(error, KVK_UNSUPPORTED, KVK_CAUSE_NONE, "",
                         "memory of this device does not outlive the daemon");
     }
-    enum kvk_status status = device->ops->adopt(device, file->fd, size_bytes, region, error);
+    enum kvk_status status =
+        device->ops->adopt(device, file->fd, size_bytes, piece_bytes, region, error);
     if (status == KVK_OK) {
         file->fd = -1; /* the region's */
         atomic_fetch_add(&cache->kept->taken, 1);
@@ -218,7 +220,7 @@ enum kvk_status kvk_kept_adopt(struct kvk_cache *cache, struct kvk_device *devic
 
 enum kvk_status kvk_kept_alloc(struct kvk_cache *cache, struct kvk_device *device,
                                const struct kvk_kept_name *name, uint64_t size_bytes,
-                               const char *label, struct kvk_region *region,
+                               uint64_t piece_bytes, const char *label, struct kvk_region *region,
                                struct kvk_error *error)
 {
     char text[KVK_KEEPER_NAME_SIZE];
@@ -226,7 +228,8 @@ enum kvk_status kvk_kept_alloc(struct kvk_cache *cache, struct kvk_device *devic
     if (before != NULL) {
         file_drop(cache, before);
     }
-    enum kvk_status status = device->ops->alloc(device, size_bytes, label, region, error);
+    enum kvk_status status =
+        device->ops->alloc(device, size_bytes, piece_bytes, label, region, error);
     if (status == KVK_OK && cache->kept != NULL && region->fd >= 0) {
         name_write(name, text);
         keeper_put(cache, text, region->fd);
@@ -238,7 +241,7 @@ void kvk_kept_free(struct kvk_cache *cache, struct kvk_device *device,
                    const struct kvk_kept_name *name, struct kvk_region *region)
 {
     char text[KVK_KEEPER_NAME_SIZE];
-    if (region->address == NULL) {
+    if (region->size_bytes == 0) {
         return;
     }
     bool kept = cache->kept != NULL && region->fd >= 0;

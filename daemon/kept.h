@@ -47,17 +47,19 @@ bool kvk_kept_has(const struct kvk_cache *cache, const struct kvk_kept_name *nam
 KVK_CHECKED bool kvk_kept_read(const struct kvk_cache *cache, const struct kvk_kept_name *name,
                                void *target, size_t size);
 
-/* A region of it. The keeper goes on holding the file under its name. */
+/* A region of it, with `piece_bytes` as in gpu/device.h. The keeper goes on holding the file under
+ * its name. */
 KVK_CHECKED enum kvk_status kvk_kept_adopt(struct kvk_cache *cache, struct kvk_device *device,
                                            const struct kvk_kept_name *name, uint64_t size_bytes,
-                                           struct kvk_region *region, struct kvk_error *error);
+                                           uint64_t piece_bytes, struct kvk_region *region,
+                                           struct kvk_error *error);
 
 /* A new region, given to the keeper where there is one. What the keeper had under the name goes
  * before. */
 KVK_CHECKED enum kvk_status kvk_kept_alloc(struct kvk_cache *cache, struct kvk_device *device,
                                            const struct kvk_kept_name *name, uint64_t size_bytes,
-                                           const char *label, struct kvk_region *region,
-                                           struct kvk_error *error);
+                                           uint64_t piece_bytes, const char *label,
+                                           struct kvk_region *region, struct kvk_error *error);
 
 /* The end of a region: left to the keeper where the cache goes away and shall come back
  * (cache.leaving), else freed, and the keeper's with it. A region without memory is fine. */

@@ -131,7 +131,7 @@ static void shifts_begin(struct compaction *job)
         for (uint32_t shard = 0; shard < group->shard_count; shard++) {
             uint64_t bytes = group->shard_bytes[shard];
             job->copies[job->copy_count] =
-                (struct kvk_copy){.target = at->regions[shard].address + shift->slot * bytes,
+                (struct kvk_copy){.target = kvk_slot_address(group, job->tier, shift->slot, shard),
                                   .source = kvk_block_address(cache, block, job->tier, shard),
                                   .size_bytes = bytes,
                                   .checksum = &job->sums[job->copy_count]};

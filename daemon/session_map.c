@@ -263,7 +263,7 @@ static enum kvk_status scratch_alloc(struct kvk_device *memory, uint64_t size_by
                                      struct kvk_region *region, struct kvk_error *error)
 {
     enum kvk_status status =
-        memory->ops->alloc(memory, size_bytes, "kvkeep-scratch", region, error);
+        memory->ops->alloc(memory, size_bytes, 0, "kvkeep-scratch", region, error);
     if (status != KVK_OK) {
         return status;
     }
@@ -447,9 +447,9 @@ enum kvk_status kvk_side_take(struct kvk_cache *cache, uint64_t session_id,
         !session->instance->ending) {
         struct kvk_mapping *mapping = find_map_token(session, kvk_clock_now(cache->clock), token);
         /* Written down before it goes out: who may write is known after a crash too. */
-        bool noted = mapping != NULL && (mapping->group == NULL || !mapping->writable ||
-                                         kvk_sidecar_process_add(mapping->group, mapping->tier,
-                                                                 session));
+        bool noted =
+            mapping != NULL && (mapping->group == NULL || !mapping->writable ||
+                                kvk_sidecar_process_add(mapping->group, mapping->tier, session));
         if (mapping != NULL) {
             status = noted ? dup_descriptors(mapping, fds) : KVK_EXHAUSTED;
         }

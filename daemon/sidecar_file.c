@@ -218,8 +218,8 @@ void kvk_sidecar_find_unlocked(struct kvk_cache *cache, struct kvk_group *group)
     const struct kvk_kept_name name = name_of(group);
     uint64_t offset = entries_offset(&header);
     uint64_t entry_bytes = (uint64_t)header.entry_high * header.entry_size;
-    enum kvk_status status =
-        kvk_kept_adopt(cache, cache->memory, &name, file_bytes(&header), &sidecar->region, &error);
+    enum kvk_status status = kvk_kept_adopt(cache, cache->memory, &name, file_bytes(&header), 0,
+                                            &sidecar->region, &error);
     if (status == KVK_OK && entry_bytes > 0) {
         status =
             cache->memory->ops->back(cache->memory, &sidecar->region, offset, entry_bytes, &error);
@@ -284,7 +284,7 @@ enum kvk_status kvk_sidecar_create_unlocked(struct kvk_cache *cache, struct kvk_
     if (sidecar == NULL) {
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for a sidecar");
     }
-    enum kvk_status status = kvk_kept_alloc(cache, cache->memory, &name, file_bytes(&header),
+    enum kvk_status status = kvk_kept_alloc(cache, cache->memory, &name, file_bytes(&header), 0,
                                             "kvkeep-sidecar", &sidecar->region, error);
     if (status == KVK_OK) {
         status = cache->memory->ops->back(cache->memory, &sidecar->region, 0,

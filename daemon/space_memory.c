@@ -110,11 +110,11 @@ static enum kvk_status regions_adopt(struct kvk_cache *cache, struct kvk_group *
     struct kvk_device *device = cache->tiers[tier].device;
     const struct kvk_kept_name generations = generations_name(group, tier);
     enum kvk_status status = kvk_kept_adopt(cache, cache->memory, &generations,
-                                            slots * sizeof(uint32_t), &at->generations, error);
+                                            slots * sizeof(uint32_t), 0, &at->generations, error);
     for (uint32_t shard = 0; status == KVK_OK && shard < group->shard_count; shard++) {
         const struct kvk_kept_name name = slots_name(group, tier, shard);
         status = kvk_kept_adopt(cache, device, &name, slots * group->shard_bytes[shard],
-                                &at->regions[shard], error);
+                                group->shard_bytes[shard], &at->regions[shard], error);
     }
     return status;
 }
@@ -155,13 +155,13 @@ static enum kvk_status regions_create(struct kvk_cache *cache, struct kvk_group 
     for (uint32_t shard = 0; shard < group->shard_count; shard++) {
         const struct kvk_kept_name name = slots_name(group, tier, shard);
         enum kvk_status status =
-            kvk_kept_alloc(cache, device, &name, slots * group->shard_bytes[shard], labels[tier],
-                           &at->regions[shard], error);
+            kvk_kept_alloc(cache, device, &name, slots * group->shard_bytes[shard],
+                           group->shard_bytes[shard], labels[tier], &at->regions[shard], error);
         if (status != KVK_OK) {
             return status;
         }
     }
-    return kvk_kept_alloc(cache, cache->memory, &generations, slots * sizeof(uint32_t),
+    return kvk_kept_alloc(cache, cache->memory, &generations, slots * sizeof(uint32_t), 0,
                           "kvkeep-generations", &at->generations, error);
 }
 
@@ -218,7 +218,7 @@ static enum kvk_status memory_create(struct kvk_cache *cache, struct kvk_group *
     for (int i = 0; i < KVK_MEMORY_TIER_COUNT && status == KVK_OK; i++) {
         status = tier_create(cache, group, (enum kvk_tier)i, error);
     }
-    return status;
+    return status == KVK_OK ? kvk_sidecar_create_unlocked(cache, group, error) : status;
 }
 
 static void memory_destroy(struct kvk_cache *cache, struct kvk_group *group)
@@ -252,12 +252,9 @@ enum kvk_status kvk_group_create(struct kvk_cache *cache, struct kvk_space *spac
 
     kvk_sidecar_find_unlocked(cache, group);
     enum kvk_status status = memory_create(cache, group, error);
-    if (status == KVK_OK && group->sidecar != NULL && !kvk_warm_is_possible(cache, group)) {
+    if (status == KVK_OK && !kvk_warm_is_possible(cache, group)) {
         memory_destroy(cache, group); /* and once more, with files of its own */
         status = memory_create(cache, group, error);
-    }
-    if (status == KVK_OK) {
-        status = kvk_sidecar_create_unlocked(cache, group, error);
     }
     if (status == KVK_OK) {
         status = check_presence(cache, group, error);

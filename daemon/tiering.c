@@ -98,7 +98,7 @@ static bool job_init(struct kvk_cache *cache, enum kvk_tier tier, const struct k
             uint64_t bytes = group->shard_bytes[shard];
             uint64_t *sum = &job->sums[job->copy_count];
             job->copies[job->copy_count++] = (struct kvk_copy){
-                .target = group->tiers[tier].regions[shard].address + moves[i].slot * bytes,
+                .target = kvk_slot_address(group, tier, moves[i].slot, shard),
                 .source = kvk_block_address(cache, block, job->source, shard),
                 .size_bytes = bytes,
                 .checksum = sum,

@@ -12,6 +12,8 @@
 #ifndef KVK_GPU_DEVICE_H
 #define KVK_GPU_DEVICE_H
 
+#include <pthread.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -21,13 +23,42 @@
 
 struct kvk_device;
 
+/*
+ * Parts of a region that are mapped one by one, where something is backed in them. The whole of a
+ * hundred tenants' files, each as large as the tier, is more than a process has addresses for.
+ * A mapping reaches past its window's end by `reach_bytes`, so that a piece which begins in the
+ * window lies in one run.
+ */
+struct kvk_windows {
+    pthread_mutex_t lock; /* a leaf of the device's own, held while the system works: over backing,
+                             punching and mapping; not for reading addresses */
+    uint64_t window_bytes;
+    uint64_t reach_bytes;
+    uint64_t count;
+    _Atomic(uint8_t *) addresses[]; /* [count]; NULL: nothing is backed there */
+};
+
 /* A sparse run of device memory: address space that is backed slab by slab. */
 struct kvk_region {
-    uint8_t *address;    /* on the CPU device readable and writable by the daemon */
-    uint64_t size_bytes; /* of address space */
-    int fd;              /* sealed memfd (CPU device), or -1; owned by the region */
-    void *private_data;  /* the device's own */
+    uint8_t *address;            /* on the CPU device readable and writable by the daemon; NULL: by
+                                    windows, see kvk_region_at() */
+    uint64_t size_bytes;         /* of address space; 0: no region */
+    int fd;                      /* sealed memfd (CPU device), or -1; owned by the region */
+    struct kvk_windows *windows; /* the device's own; NULL where `address` is set */
 };
+
+/* Where the piece that begins at `offset` lies; NULL where nothing is backed around it. Stable
+ * while the piece is backed; no lock. */
+static inline uint8_t *kvk_region_at(const struct kvk_region *region, uint64_t offset)
+{
+    if (region->address != NULL) {
+        return region->address + offset;
+    }
+    const struct kvk_windows *windows = region->windows;
+    uint8_t *window = atomic_load_explicit(&windows->addresses[offset / windows->window_bytes],
+                                           memory_order_acquire);
+    return window == NULL ? NULL : window + offset % windows->window_bytes;
+}
 
 /* One contiguous piece to copy. Either end may be any host address or device memory. */
 struct kvk_copy {
@@ -59,9 +90,11 @@ struct kvk_device_info {
 struct kvk_device_ops {
     void (*info)(struct kvk_device *device, struct kvk_device_info *info);
     void (*close)(struct kvk_device *device); /* after all its regions were freed */
-    /* Reserve address space; nothing is backed yet. Reads of unbacked ranges give zeros. */
-    enum kvk_status (*alloc)(struct kvk_device *device, uint64_t size_bytes, const char *name,
-                             struct kvk_region *region, struct kvk_error *error);
+    /* Reserve address space; nothing is backed yet. Reads of unbacked ranges give zeros. What is
+     * used together lies in runs of at most `piece_bytes`, so that a large region may be mapped by
+     * windows; 0: all of it is used as one run. */
+    enum kvk_status (*alloc)(struct kvk_device *device, uint64_t size_bytes, uint64_t piece_bytes,
+                             const char *name, struct kvk_region *region, struct kvk_error *error);
     /* Its bytes go back at once, even where a process still maps it: that one then sees zeros. */
     void (*free)(struct kvk_device *device, struct kvk_region *region);
     /* Memory that outlives the process; both NULL where the device has none (region.fd is -1).
@@ -69,7 +102,8 @@ struct kvk_device_ops {
      * the region's where it succeeds. leave: unmap it and let go, the bytes stay for whoever holds
      * the file. */
     enum kvk_status (*adopt)(struct kvk_device *device, int fd, uint64_t size_bytes,
-                             struct kvk_region *region, struct kvk_error *error);
+                             uint64_t piece_bytes, struct kvk_region *region,
+                             struct kvk_error *error);
     void (*leave)(struct kvk_device *device, struct kvk_region *region);
     /* Back a range and touch it, so that later writes do not fault; or punch it out, so that old
      * mappings see zeros there. Offsets and sizes in bytes; rounded inward to pages on punch. */
@@ -100,6 +134,7 @@ struct kvk_device_cpu_options {
     bool huge_pages;              /* ask for transparent huge pages */
     bool interleave;              /* pages over all NUMA nodes, where there are several */
     bool lock_memory;             /* what is backed is never paged out */
+    uint64_t window_bytes;        /* of regions that are mapped by windows, whole pages; 0: 1 GiB */
     const char *path;             /* force one of kvk_device_info.path; NULL: the best there is */
     uint32_t test_copy_delay_us;  /* test hook: sleep before each piece */
 };

@@ -13,6 +13,8 @@
 #include "gpu/memory_cpu.h"
 #include "gpu/threads.h"
 
+#define WINDOW_BYTES_DEFAULT (UINT64_C(1) << 30)
+
 /* The CPU device: a thin table over its memory, its copies and its attention. */
 struct device_cpu {
     struct kvk_device device; /* first: a kvk_device pointer is one to this */
@@ -49,12 +51,14 @@ static void cpu_close(struct kvk_device *device)
     free(cpu);
 }
 
-static enum kvk_status cpu_alloc(struct kvk_device *device, uint64_t size_bytes, const char *name,
-                                 struct kvk_region *region, struct kvk_error *error)
+static enum kvk_status cpu_alloc(struct kvk_device *device, uint64_t size_bytes,
+                                 uint64_t piece_bytes, const char *name, struct kvk_region *region,
+                                 struct kvk_error *error)
 {
     struct device_cpu *cpu = device_of(device);
 
-    enum kvk_status status = kvk_memory_cpu_alloc(size_bytes, name, &cpu->wishes, region, error);
+    enum kvk_status status =
+        kvk_memory_cpu_alloc(size_bytes, piece_bytes, name, &cpu->wishes, region, error);
     if (status == KVK_OK) {
         atomic_fetch_add(&cpu->region_count, 1);
     }
@@ -71,11 +75,13 @@ static void cpu_free(struct kvk_device *device, struct kvk_region *region)
 }
 
 static enum kvk_status cpu_adopt(struct kvk_device *device, int fd, uint64_t size_bytes,
-                                 struct kvk_region *region, struct kvk_error *error)
+                                 uint64_t piece_bytes, struct kvk_region *region,
+                                 struct kvk_error *error)
 {
     struct device_cpu *cpu = device_of(device);
 
-    enum kvk_status status = kvk_memory_cpu_adopt(fd, size_bytes, &cpu->wishes, region, error);
+    enum kvk_status status =
+        kvk_memory_cpu_adopt(fd, size_bytes, piece_bytes, &cpu->wishes, region, error);
     if (status == KVK_OK) {
         atomic_fetch_add(&cpu->region_count, 1);
     }
@@ -208,9 +214,11 @@ enum kvk_status kvk_device_cpu_open(const struct kvk_device_cpu_options *options
     }
     cpu->device.ops = &cpu_ops;
     cpu->kernel = kernel;
-    cpu->wishes = (struct kvk_memory_cpu_wishes){.huge_pages = options->huge_pages,
-                                                 .interleave = options->interleave,
-                                                 .lock = options->lock_memory};
+    cpu->wishes = (struct kvk_memory_cpu_wishes){
+        .window_bytes = options->window_bytes == 0 ? WINDOW_BYTES_DEFAULT : options->window_bytes,
+        .huge_pages = options->huge_pages,
+        .interleave = options->interleave,
+        .lock = options->lock_memory};
     uint32_t thread_count = options->attend_thread_count;
     if (thread_count == 0) {
         thread_count = processor_count();

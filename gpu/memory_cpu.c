@@ -51,7 +51,7 @@ static void check_range(const struct kvk_region *region, uint64_t offset, uint64
 
 /* Map the file where huge pages of the file are huge pages of the mapping too: the kernel itself
  * promises no more than page alignment. */
-static uint8_t *map_aligned(int fd, uint64_t size_bytes)
+static uint8_t *map_aligned(int fd, uint64_t offset, uint64_t size_bytes)
 {
     uint64_t span_bytes = size_bytes + HUGE_PAGE_BYTES;
     uint8_t *span =
@@ -61,7 +61,7 @@ static uint8_t *map_aligned(int fd, uint64_t size_bytes)
     }
     uint64_t skip_bytes = round_up((uintptr_t)span, HUGE_PAGE_BYTES) - (uintptr_t)span;
     uint8_t *address = mmap(span + skip_bytes, size_bytes, PROT_READ | PROT_WRITE,
-                            MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd, 0);
+                            MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd, (off_t)offset);
     if (address == MAP_FAILED) {
         (void)munmap(span, span_bytes);
         return NULL;
@@ -112,15 +112,16 @@ static void interleave(uint8_t *address, uint64_t size_bytes)
 
 /* ---- Regions ---- */
 
-static enum kvk_status region_map(int fd, uint64_t size_bytes,
-                                  const struct kvk_memory_cpu_wishes *wishes,
-                                  struct kvk_region *region, struct kvk_error *error)
+/* Map a part of the file, and say what is wished of it. */
+static uint8_t *part_map(int fd, uint64_t offset, uint64_t size_bytes,
+                         const struct kvk_memory_cpu_wishes *wishes, struct kvk_error *error)
 {
-    uint8_t *address = map_aligned(fd, size_bytes);
+    uint8_t *address = map_aligned(fd, offset, size_bytes);
     if (address == NULL) {
-        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "",
-                        "mapping a memfd of %llu bytes: %s", (unsigned long long)size_bytes,
-                        strerror(errno));
+        (void)kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "",
+                       "mapping %llu bytes of a memfd: %s", (unsigned long long)size_bytes,
+                       strerror(errno));
+        return NULL;
     }
     /* Tenants' data stays out of core files. Both are wishes, no promises. */
     (void)madvise(address, size_bytes, MADV_DONTDUMP);
@@ -130,7 +131,82 @@ static enum kvk_status region_map(int fd, uint64_t size_bytes,
     if (wishes->interleave) {
         interleave(address, size_bytes);
     }
-    *region = (struct kvk_region){.address = address, .size_bytes = size_bytes, .fd = fd};
+    return address;
+}
+
+/* ---- Windows ---- */
+
+static struct kvk_windows *windows_create(uint64_t size_bytes, uint64_t piece_bytes,
+                                          uint64_t window_bytes)
+{
+    uint64_t count = (size_bytes + window_bytes - 1) / window_bytes;
+    struct kvk_windows *windows =
+        calloc(1, sizeof(*windows) + count * sizeof(windows->addresses[0]));
+    if (windows != NULL) {
+        (void)pthread_mutex_init(&windows->lock, NULL);
+        windows->window_bytes = window_bytes;
+        windows->reach_bytes = round_up(piece_bytes, page_bytes());
+        windows->count = count;
+    }
+    return windows;
+}
+
+/* Bytes that a window's mapping has: the file's end cuts the last ones short. */
+static uint64_t window_span(const struct kvk_region *region, uint64_t index)
+{
+    const struct kvk_windows *windows = region->windows;
+    uint64_t left = region->size_bytes - index * windows->window_bytes;
+    uint64_t span = windows->window_bytes + windows->reach_bytes;
+    return left < span ? left : span;
+}
+
+static void window_unmap(const struct kvk_region *region, uint64_t index)
+{
+    uint8_t *address = atomic_load(&region->windows->addresses[index]);
+    if (address != NULL) {
+        atomic_store(&region->windows->addresses[index], NULL);
+        int result = munmap(address, window_span(region, index));
+        KVK_ASSERT(result == 0);
+    }
+}
+
+static void windows_destroy(struct kvk_region *region)
+{
+    for (uint64_t i = 0; i < region->windows->count; i++) {
+        window_unmap(region, i);
+    }
+    (void)pthread_mutex_destroy(&region->windows->lock);
+    free(region->windows);
+}
+
+/* Is nothing in the window's own part of the file? Pages that were backed were also touched, so
+ * that they count as data. */
+static bool window_is_empty(const struct kvk_region *region, uint64_t index)
+{
+    off_t begin = (off_t)(index * region->windows->window_bytes);
+    off_t data = lseek(region->fd, begin, SEEK_DATA);
+    return (data < 0 && errno == ENXIO) || data >= begin + (off_t)region->windows->window_bytes;
+}
+
+/* ---- The whole ---- */
+
+static enum kvk_status region_map(int fd, uint64_t size_bytes, uint64_t piece_bytes,
+                                  const struct kvk_memory_cpu_wishes *wishes,
+                                  struct kvk_region *region, struct kvk_error *error)
+{
+    struct kvk_region made = {.size_bytes = size_bytes, .fd = fd};
+    if (piece_bytes > 0 && size_bytes > wishes->window_bytes) {
+        made.windows = windows_create(size_bytes, piece_bytes, wishes->window_bytes);
+        if (made.windows == NULL) {
+            return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for a region");
+        }
+    } else {
+        made.address = part_map(fd, 0, size_bytes, wishes, error);
+        if (made.address == NULL) {
+            return KVK_EXHAUSTED;
+        }
+    }
+    *region = made;
     return KVK_OK;
 }
 
@@ -143,7 +219,7 @@ static enum kvk_status size_check(uint64_t size_bytes, struct kvk_error *error)
     return KVK_OK;
 }
 
-enum kvk_status kvk_memory_cpu_alloc(uint64_t size_bytes, const char *name,
+enum kvk_status kvk_memory_cpu_alloc(uint64_t size_bytes, uint64_t piece_bytes, const char *name,
                                      const struct kvk_memory_cpu_wishes *wishes,
                                      struct kvk_region *region, struct kvk_error *error)
 {
@@ -164,7 +240,7 @@ enum kvk_status kvk_memory_cpu_alloc(uint64_t size_bytes, const char *name,
                         "sizing and sealing a memfd of %llu bytes: %s",
                         (unsigned long long)rounded_bytes, strerror(cause));
     }
-    status = region_map(fd, rounded_bytes, wishes, region, error);
+    status = region_map(fd, rounded_bytes, piece_bytes, wishes, region, error);
     if (status != KVK_OK) {
         (void)close(fd);
     }
@@ -192,7 +268,7 @@ static enum kvk_status file_check(int fd, struct stat *info, struct kvk_error *e
                                     "a kept file cannot be a region: %s", wrong);
 }
 
-enum kvk_status kvk_memory_cpu_adopt(int fd, uint64_t size_bytes,
+enum kvk_status kvk_memory_cpu_adopt(int fd, uint64_t size_bytes, uint64_t piece_bytes,
                                      const struct kvk_memory_cpu_wishes *wishes,
                                      struct kvk_region *region, struct kvk_error *error)
 {
@@ -217,21 +293,25 @@ enum kvk_status kvk_memory_cpu_adopt(int fd, uint64_t size_bytes,
         return kvk_fail(error, KVK_INTERNAL, KVK_CAUSE_NONE, "", "punching a kept file: %s",
                         strerror(errno));
     }
-    return region_map(fd, rounded_bytes, wishes, region, error);
+    return region_map(fd, rounded_bytes, piece_bytes, wishes, region, error);
 }
 
 void kvk_memory_cpu_leave(struct kvk_region *region)
 {
-    KVK_ASSERT(region->address != NULL);
-    int result = munmap(region->address, region->size_bytes);
-    KVK_ASSERT(result == 0);
+    KVK_ASSERT(region->size_bytes > 0);
+    if (region->windows != NULL) {
+        windows_destroy(region);
+    } else {
+        int result = munmap(region->address, region->size_bytes);
+        KVK_ASSERT(result == 0);
+    }
     (void)close(region->fd);
     *region = (struct kvk_region){.fd = -1};
 }
 
 void kvk_memory_cpu_free(struct kvk_region *region)
 {
-    KVK_ASSERT(region->address != NULL);
+    KVK_ASSERT(region->size_bytes > 0);
     int result = fallocate(region->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,
                            (off_t)region->size_bytes);
     KVK_ASSERT(result == 0);
@@ -255,13 +335,74 @@ static void touch(uint8_t *address, uint64_t size_bytes)
 
 /* Only huge pages that lie whole in the range: a collapse fills holes, and what is beside the
  * range is not ours to back. Refused by many kernels; then small pages stay. */
-static void collapse(struct kvk_region *region, uint64_t begin, uint64_t end)
+static void collapse(uint8_t *address, uint64_t size_bytes)
 {
-    begin = round_up(begin, HUGE_PAGE_BYTES);
-    end = round_down(end, HUGE_PAGE_BYTES);
+    uintptr_t begin = round_up((uintptr_t)address, HUGE_PAGE_BYTES);
+    uintptr_t end = round_down((uintptr_t)address + size_bytes, HUGE_PAGE_BYTES);
     if (begin < end) {
-        (void)madvise(region->address + begin, end - begin, ADVICE_COLLAPSE);
+        (void)madvise(address + (begin - (uintptr_t)address), end - begin, ADVICE_COLLAPSE);
     }
+}
+
+/* Backed pages become pages of a mapping. */
+static enum kvk_status part_touch(uint8_t *address, uint64_t size_bytes,
+                                  const struct kvk_memory_cpu_wishes *wishes,
+                                  struct kvk_error *error)
+{
+    if (wishes->huge_pages) {
+        collapse(address, size_bytes);
+    }
+    touch(address, size_bytes);
+    if (wishes->lock && mlock(address, size_bytes) != 0) {
+        return kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "lock_memory", size_bytes, 0,
+                              "lock_memory: locking %llu bytes: %s (see RLIMIT_MEMLOCK)",
+                              (unsigned long long)size_bytes, strerror(errno));
+    }
+    return KVK_OK;
+}
+
+/* Takes all pages or, failing, none; a page fault instead would kill the daemon. */
+static enum kvk_status pages_take(const struct kvk_region *region, uint64_t begin, uint64_t end,
+                                  struct kvk_error *error)
+{
+    int result;
+    do {
+        result = fallocate(region->fd, 0, (off_t)begin, (off_t)(end - begin));
+    } while (result != 0 && errno == EINTR);
+    if (result != 0) {
+        return kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", end - begin, 0,
+                              "backing %llu bytes of memory: %s", (unsigned long long)(end - begin),
+                              strerror(errno));
+    }
+    return KVK_OK;
+}
+
+/* Every window in which something of the range lies is mapped, and its part touched. Where that
+ * fails, what was taken stays until the range is punched or backed again. */
+static enum kvk_status windows_back(struct kvk_region *region, uint64_t begin, uint64_t end,
+                                    const struct kvk_memory_cpu_wishes *wishes,
+                                    struct kvk_error *error)
+{
+    struct kvk_windows *windows = region->windows;
+    enum kvk_status status = pages_take(region, begin, end, error);
+    for (uint64_t at = begin; at < end && status == KVK_OK;) {
+        uint64_t index = at / windows->window_bytes;
+        uint64_t within = at % windows->window_bytes;
+        uint64_t part = windows->window_bytes - within;
+        part = part < end - at ? part : end - at;
+        uint8_t *address = atomic_load(&windows->addresses[index]);
+        if (address == NULL) {
+            address = part_map(region->fd, index * windows->window_bytes,
+                               window_span(region, index), wishes, error);
+            status = address == NULL ? KVK_EXHAUSTED : KVK_OK;
+        }
+        if (status == KVK_OK) {
+            atomic_store_explicit(&windows->addresses[index], address, memory_order_release);
+            status = part_touch(address + within, part, wishes, error);
+        }
+        at += part;
+    }
+    return status;
 }
 
 enum kvk_status kvk_memory_cpu_back(struct kvk_region *region, uint64_t offset, uint64_t size_bytes,
@@ -274,26 +415,29 @@ enum kvk_status kvk_memory_cpu_back(struct kvk_region *region, uint64_t offset, 
     }
     uint64_t begin = round_down(offset, page_bytes());
     uint64_t end = round_up(offset + size_bytes, page_bytes());
-    /* Takes all pages or, failing, none; a page fault instead would kill the daemon. */
-    int result;
-    do {
-        result = fallocate(region->fd, 0, (off_t)begin, (off_t)(end - begin));
-    } while (result != 0 && errno == EINTR);
-    if (result != 0) {
-        return kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", end - begin, 0,
-                              "backing %llu bytes of memory: %s", (unsigned long long)(end - begin),
-                              strerror(errno));
+    if (region->windows != NULL) {
+        (void)pthread_mutex_lock(&region->windows->lock);
+        enum kvk_status status = windows_back(region, begin, end, wishes, error);
+        (void)pthread_mutex_unlock(&region->windows->lock);
+        return status;
     }
-    if (wishes->huge_pages) {
-        collapse(region, begin, end);
+    enum kvk_status status = pages_take(region, begin, end, error);
+    return status == KVK_OK ? part_touch(region->address + begin, end - begin, wishes, error)
+                            : status;
+}
+
+/* Windows in which nothing is backed any more need no addresses. Nobody reads there: what is read
+ * is backed. */
+static void windows_trim(struct kvk_region *region, uint64_t begin, uint64_t end)
+{
+    struct kvk_windows *windows = region->windows;
+    (void)pthread_mutex_lock(&windows->lock);
+    for (uint64_t i = begin / windows->window_bytes; i * windows->window_bytes < end; i++) {
+        if (window_is_empty(region, i)) {
+            window_unmap(region, i);
+        }
     }
-    touch(region->address + begin, end - begin);
-    if (wishes->lock && mlock(region->address + begin, end - begin) != 0) {
-        return kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "lock_memory", end - begin, 0,
-                              "lock_memory: locking %llu bytes: %s (see RLIMIT_MEMLOCK)",
-                              (unsigned long long)(end - begin), strerror(errno));
-    }
-    return KVK_OK;
+    (void)pthread_mutex_unlock(&windows->lock);
 }
 
 enum kvk_status kvk_memory_cpu_punch(struct kvk_region *region, uint64_t offset,
@@ -309,6 +453,9 @@ enum kvk_status kvk_memory_cpu_punch(struct kvk_region *region, uint64_t offset,
                   (off_t)(end - begin)) != 0) {
         return kvk_fail(error, KVK_INTERNAL, KVK_CAUSE_NONE, "", "punching %llu bytes: %s",
                         (unsigned long long)(end - begin), strerror(errno));
+    }
+    if (region->windows != NULL) {
+        windows_trim(region, begin, end);
     }
     return KVK_OK;
 }

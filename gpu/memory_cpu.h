@@ -17,12 +17,15 @@
 #include "gpu/device.h"
 
 struct kvk_memory_cpu_wishes {
-    bool huge_pages; /* where the kernel gives them */
-    bool interleave; /* page by page over all NUMA nodes that have memory */
-    bool lock;       /* what is backed is not paged out; failing that is told */
+    uint64_t window_bytes; /* regions larger than this are mapped by windows; whole pages */
+    bool huge_pages;       /* where the kernel gives them */
+    bool interleave;       /* page by page over all NUMA nodes that have memory */
+    bool lock;             /* what is backed is not paged out; failing that is told */
 };
 
-KVK_CHECKED enum kvk_status kvk_memory_cpu_alloc(uint64_t size_bytes, const char *name,
+/* `piece_bytes` as in struct kvk_device_ops. */
+KVK_CHECKED enum kvk_status kvk_memory_cpu_alloc(uint64_t size_bytes, uint64_t piece_bytes,
+                                                 const char *name,
                                                  const struct kvk_memory_cpu_wishes *wishes,
                                                  struct kvk_region *region,
                                                  struct kvk_error *error);
@@ -34,7 +37,7 @@ KVK_CHECKED enum kvk_status kvk_memory_cpu_alloc(uint64_t size_bytes, const char
  * seals, and no smaller than asked for. What lies past that is given back to the system.
  * KVK_INVALID: another kind of file; KVK_OUT_OF_RANGE: too small. The descriptor is then untouched.
  */
-KVK_CHECKED enum kvk_status kvk_memory_cpu_adopt(int fd, uint64_t size_bytes,
+KVK_CHECKED enum kvk_status kvk_memory_cpu_adopt(int fd, uint64_t size_bytes, uint64_t piece_bytes,
                                                  const struct kvk_memory_cpu_wishes *wishes,
                                                  struct kvk_region *region,
                                                  struct kvk_error *error);

@@ -618,7 +618,7 @@ static void between(void *context)
 
 static struct kvk_device *device_open(void)
 {
-    const struct kvk_device_cpu_options options = {.attend_thread_count = 1};
+    const struct kvk_device_cpu_options options = {.attend_thread_count = 1, .window_bytes = 4096};
     struct kvk_device *device = NULL;
     SIM_ASSERT(kvk_device_cpu_open(&options, &device, &error) == KVK_OK);
     return device;

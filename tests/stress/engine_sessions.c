@@ -373,7 +373,7 @@ static void *run_reports(void *argument)
 
 static struct kvk_device *device_open(void)
 {
-    const struct kvk_device_cpu_options options = {.attend_thread_count = 2};
+    const struct kvk_device_cpu_options options = {.attend_thread_count = 2, .window_bytes = 4096};
     struct kvk_device *device = NULL;
     struct kvk_error error;
     must(kvk_device_cpu_open(&options, &device, &error), &error);

@@ -48,7 +48,7 @@ static struct kvk_region make_region(uint64_t size_bytes)
 {
     struct kvk_region region;
     struct kvk_error error;
-    enum kvk_status status = device->ops->alloc(device, size_bytes, "test", &region, &error);
+    enum kvk_status status = device->ops->alloc(device, size_bytes, 0, "test", &region, &error);
 
     cr_assert_eq(status, KVK_OK, "%s", error.text);
     return region;
@@ -119,11 +119,11 @@ Test(gpu_device, refuses_regions_that_cannot_be)
     struct kvk_region region;
     struct kvk_error error;
 
-    cr_assert_eq(device->ops->alloc(device, 0, "none", &region, &error), KVK_INVALID);
+    cr_assert_eq(device->ops->alloc(device, 0, 0, "none", &region, &error), KVK_INVALID);
     cr_assert_str_eq(error.field, "size_bytes");
-    cr_assert_eq(device->ops->alloc(device, UINT64_MAX, "all", &region, &error), KVK_INVALID);
+    cr_assert_eq(device->ops->alloc(device, UINT64_MAX, 0, "all", &region, &error), KVK_INVALID);
     /* More than there is address space: refused by the system, not by us. */
-    cr_assert_eq(device->ops->alloc(device, UINT64_C(1) << 60, "much", &region, &error),
+    cr_assert_eq(device->ops->alloc(device, UINT64_C(1) << 60, 0, "much", &region, &error),
                  KVK_EXHAUSTED);
 }
 
@@ -242,7 +242,7 @@ Test(gpu_device, backing_again_loses_nothing)
     struct kvk_region region;
     struct kvk_error error;
 
-    cr_assert_eq(huge->ops->alloc(huge, 16 * MIB, "huge", &region, &error), KVK_OK);
+    cr_assert_eq(huge->ops->alloc(huge, 16 * MIB, 0, "huge", &region, &error), KVK_OK);
     cr_assert_eq((uintptr_t)region.address % (2 * MIB), 0, "huge pages need their alignment");
     cr_assert_eq(huge->ops->back(huge, &region, MIB, 5 * MIB, &error), KVK_OK);
     memset(region.address + MIB, 0x3c, 5 * MIB);
@@ -260,13 +260,13 @@ Test(gpu_device, a_region_that_was_left_is_adopted_with_its_bytes)
 {
     struct kvk_region region;
     struct kvk_error error;
-    cr_assert_eq(device->ops->alloc(device, 4 * MIB, "kept", &region, &error), KVK_OK);
+    cr_assert_eq(device->ops->alloc(device, 4 * MIB, 0, "kept", &region, &error), KVK_OK);
     cr_assert_eq(device->ops->back(device, &region, MIB, MIB, &error), KVK_OK);
     memset(region.address + MIB, 0x5a, MIB);
     int kept = dup(region.fd);
     device->ops->leave(device, &region);
 
-    cr_assert_eq(device->ops->adopt(device, kept, 4 * MIB, &region, &error), KVK_OK, "%s",
+    cr_assert_eq(device->ops->adopt(device, kept, 4 * MIB, 0, &region, &error), KVK_OK, "%s",
                  error.text);
     cr_assert_eq(region.fd, kept);
     cr_assert(is_filled(region.address, MIB, 0));
@@ -277,7 +277,7 @@ Test(gpu_device, a_region_that_was_left_is_adopted_with_its_bytes)
     device->ops->leave(device, &region);
 
     /* A smaller region takes what it needs; the rest is given back. */
-    cr_assert_eq(device->ops->adopt(device, kept, MIB + 4096, &region, &error), KVK_OK);
+    cr_assert_eq(device->ops->adopt(device, kept, MIB + 4096, 0, &region, &error), KVK_OK);
     cr_assert_eq(region.size_bytes, MIB + 4096);
     cr_assert_eq(region.address[MIB], 1);
     cr_assert_eq(region.address[MIB + 1], 0x5a);
@@ -290,7 +290,7 @@ static void adopt_refused(int fd, uint64_t size, enum kvk_status wanted, const c
     struct kvk_region region = {.fd = -1};
     struct kvk_error error;
     cr_assert_geq(fd, 0);
-    cr_assert_eq(device->ops->adopt(device, fd, size, &region, &error), wanted);
+    cr_assert_eq(device->ops->adopt(device, fd, size, 0, &region, &error), wanted);
     cr_assert_not_null(strstr(error.text, word), "%s", error.text);
     cr_assert_null(region.address);
     cr_assert_eq(close(fd), 0, "the descriptor stays the caller's");
@@ -317,7 +317,7 @@ Test(gpu_device, only_what_was_a_region_is_adopted)
 
     struct kvk_region region;
     struct kvk_error error;
-    cr_assert_eq(device->ops->alloc(device, MIB, "small", &region, &error), KVK_OK);
+    cr_assert_eq(device->ops->alloc(device, MIB, 0, "small", &region, &error), KVK_OK);
     adopt_refused(dup(region.fd), 2 * MIB, KVK_OUT_OF_RANGE, "1048576");
     device->ops->free(device, &region);
 }
@@ -328,7 +328,7 @@ Test(gpu_device, wishes_do_no_harm)
     struct kvk_device *other = open_with(&options);
     struct kvk_region region;
     struct kvk_error error;
-    cr_assert_eq(other->ops->alloc(other, MIB, "locked", &region, &error), KVK_OK);
+    cr_assert_eq(other->ops->alloc(other, MIB, 0, "locked", &region, &error), KVK_OK);
     cr_assert_eq(other->ops->back(other, &region, 0, 64 * 1024, &error), KVK_OK, "%s", error.text);
     FILE *status = fopen("/proc/self/status", "r");
     char line[256];
