@@ -279,6 +279,7 @@ KVK_RPC_HANDLER(kvk_rpc_explain_miss);
 KVK_RPC_HANDLER(kvk_rpc_doctor);
 KVK_RPC_HANDLER(kvk_rpc_get_miss_ratio);
 KVK_RPC_HANDLER(kvk_rpc_get_stats);
+KVK_RPC_HANDLER(kvk_rpc_drain);
 KVK_RPC_HANDLER(kvk_rpc_get_usage);
 KVK_RPC_HANDLER(kvk_rpc_create_tenant);
 KVK_RPC_HANDLER(kvk_rpc_list_tenants);

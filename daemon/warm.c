@@ -9,7 +9,9 @@
 #include "daemon/disk_tier.h"
 #include "daemon/kept.h"
 #include "daemon/process_watch.h"
+#include "daemon/room_internal.h"
 #include "daemon/sidecar.h"
+#include "hosttier/catalogue.h"
 
 static bool is_found(const struct kvk_group *group)
 {
@@ -440,6 +442,54 @@ void kvk_warm_counts(struct kvk_cache *cache, struct kvk_restore_counts *counts)
 }
 
 /* ---- The end ---- */
+
+/* What lies only in a device's own memory goes to the host tier, which outlives the daemon. */
+static uint64_t group_demote_drops(struct kvk_cache *cache, struct kvk_group *group,
+                                   const struct kvk_caller *caller)
+{
+    uint64_t total = 0;
+    bool goes = group->tiers[KVK_TIER_DEVICE].present && group->tiers[KVK_TIER_HOST].present &&
+                group->tiers[KVK_TIER_DEVICE].regions[0].fd < 0;
+    group->space->reference_count++; /* stays while the lock is dropped */
+    while (goes && kvk_clock_now(kvk_clock_monotonic()) < caller->deadline_ns) {
+        uint32_t demoted = 0;
+        enum kvk_status status =
+            kvk_room_demote_drops(cache, group, UINT32_MAX, false, &demoted, NULL);
+        total += demoted;
+        goes = status == KVK_OK && demoted > 0;
+    }
+    group->space->reference_count--;
+    return total;
+}
+
+enum kvk_status kvk_drain(struct kvk_cache *cache, const struct kvk_caller *caller,
+                          struct kvk_drain_reply *reply, struct kvk_error *error)
+{
+    if (!caller->may_block) {
+        return KVK_WOULD_BLOCK;
+    }
+    *reply = (struct kvk_drain_reply){.kept = cache->kept != NULL};
+    kvk_sessions_drain(cache);
+    kvk_lock(&cache->lock);
+    cache->draining = true;
+    for (uint32_t i = 0; i < cache->group_end; i++) {
+        if (cache->groups[i] == NULL) {
+            continue;
+        }
+        reply->demoted_blocks += group_demote_drops(cache, cache->groups[i], caller);
+    }
+    for (uint32_t i = 0; i < cache->group_end; i++) {
+        const struct kvk_group *group = cache->groups[i];
+        if (group != NULL && group->sidecar != NULL) {
+            struct kvk_sidecar_stats stats;
+            kvk_sidecar_stats(group, &stats);
+            reply->kept_blocks += stats.entries;
+        }
+        reply->disk_blocks += group != NULL ? group->tier_blocks[KVK_TIER_DISK] : 0;
+    }
+    kvk_unlock(&cache->lock);
+    return cache->catalogue != NULL ? kvk_catalogue_flush(cache->catalogue, error) : KVK_OK;
+}
 
 void kvk_warm_leave(struct kvk_cache *cache)
 {

@@ -27,6 +27,15 @@ KVK_CHECKED enum kvk_status kvk_warm_start(struct kvk_cache *cache, struct kvk_e
 /* What kvk_warm_start() brought back. */
 void kvk_warm_counts(struct kvk_cache *cache, struct kvk_restore_counts *counts);
 
+/* Get ready to end: no new sequences; blocks whose only copy is in memory that goes with the process
+ * are copied to where it does not, as far as there is room; the catalogue is written. */
+struct kvk_drain_reply {
+    bool kept; /* there is a keeper */
+    uint64_t kept_blocks, disk_blocks, demoted_blocks;
+};
+KVK_CHECKED enum kvk_status kvk_drain(struct kvk_cache *cache, const struct kvk_caller *caller,
+                                      struct kvk_drain_reply *reply, struct kvk_error *error);
+
 /* Nothing is recorded any more and nothing kept is freed: the cache is about to be destroyed.
  * After maintenance has been stopped. */
 void kvk_warm_leave(struct kvk_cache *cache);

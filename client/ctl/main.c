@@ -23,6 +23,7 @@ static const struct ctl_command commands[] = {
     {"doctor", "what to look at: findings, their evidence, and what to do", "", ctl_doctor},
     {"mrc", "hit ratio against memory: what would twice as much bring", "", ctl_mrc},
     {"invalidate", "forget a model, an adapter, a space, a salt, a prefix", "", ctl_invalidate},
+    {"drain", "end the daemon so that the next one starts warm", "", ctl_drain},
     {"stats", "all counters", "", ctl_stats},
     {"top", "live: rates, occupancy, the busiest tenants", "", ctl_top},
     {"replay", "replay a trace of requests", "", ctl_replay},
