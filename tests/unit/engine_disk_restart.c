@@ -202,6 +202,37 @@ Test(disk_restart, a_smaller_disk_than_before)
     again_finish(&again);
 }
 
+/* A slot that its block left is nobody's until the removal of its record is committed. */
+Test(disk_restart, a_slot_waits_for_its_record)
+{
+    struct again again;
+    uint32_t tokens[16];
+    again_init(&again, 8, 64);
+    house_tokens(tokens, 16, 1000);
+    stage_cache(&again.stage, tokens, 16, 7);
+    again_rounds(&again);
+    struct kvk_cache *cache = again.stage.house.cache;
+    STAGE_OK(&again.stage, kvk_catalogue_flush(cache->catalogue, &again.stage.house.error));
+    kvk_lock(&cache->lock);
+    struct kvk_space *space = kvk_table_get(&cache->space_table, again.stage.space);
+    struct kvk_group *group = space->groups[0];
+    uint32_t id = group->tiers[DISK].owners[3] - 1; /* the chain's end */
+    cr_assert_eq(kvk_index_block(cache->index, id)->position, 3);
+    kvk_block_drop_copy(cache, id, DISK, true);
+    cr_assert_eq(group->disk->leaving_count, 1);
+    cr_assert(kvk_arena_is_used(&group->tiers[DISK].arena, 3));
+    cr_assert_eq(kvk_slot_take(cache, group, DISK), KVK_SLOT_NONE, "not this one");
+    kvk_cache_check_locked(cache);
+    kvk_unlock(&cache->lock);
+    STAGE_OK(&again.stage, kvk_catalogue_flush(cache->catalogue, &again.stage.house.error));
+    again_rounds(&again);
+    kvk_lock(&cache->lock);
+    cr_assert_eq(group->disk->leaving_count, 0);
+    cr_assert_not(kvk_arena_is_used(&group->tiers[DISK].arena, 3));
+    kvk_unlock(&cache->lock);
+    again_finish(&again);
+}
+
 /* The least used goes first, also after a restart. */
 Test(disk_restart, worth_comes_back)
 {
