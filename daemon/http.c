@@ -242,7 +242,7 @@ static enum kvk_status admit(struct kvk_http *http, struct MHD_Connection *conne
 
 static enum MHD_Result get_metrics(struct kvk_http *http, struct MHD_Connection *connection)
 {
-    char *text = kvk_http_metrics(http->cache);
+    char *text = kvk_http_metrics(http->rpc);
     if (text == NULL) {
         return answer_text(connection, MHD_HTTP_INTERNAL_SERVER_ERROR, "no memory");
     }

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "daemon/report.h"
+#include "daemon/rpc_stats.h"
 
 /* ---- Gathering: the engine visits series in an order of its own ---- */
 
@@ -125,10 +125,19 @@ static void value_write(FILE *file, double value)
     }
 }
 
+/* Quantiles are for answers without histograms; here there are those. */
+static bool is_wanted(const struct sample *row)
+{
+    return strstr(row->name, "quantile=") == NULL;
+}
+
 static void samples_write(const struct samples *samples, FILE *file)
 {
     for (uint32_t i = 0; i < samples->count; i++) {
         const struct sample *row = &samples->rows[i];
+        if (!is_wanted(row)) {
+            continue;
+        }
         const struct sample *before = i > 0 ? row - 1 : NULL;
         int size = (int)row->base_size;
         if (before == NULL || before->base_size != row->base_size ||
@@ -146,18 +155,24 @@ static void samples_write(const struct samples *samples, FILE *file)
     }
 }
 
-char *kvk_http_metrics(struct kvk_cache *cache)
+char *kvk_http_metrics(struct kvk_rpc *rpc)
 {
     struct samples samples = {.rows = NULL};
     char *text = NULL;
     size_t size = 0;
-    kvk_report_stats(cache, sample_add, &samples);
+    kvk_rpc_stats(rpc, sample_add, &samples);
     FILE *file = samples.failed ? NULL : open_memstream(&text, &size);
     if (file != NULL) {
         if (samples.count > 0) {
             qsort(samples.rows, samples.count, sizeof(samples.rows[0]), sample_compare);
         }
         samples_write(&samples, file);
+        char *latencies = NULL;
+        size_t latencies_size = 0;
+        if (kvk_rpc_stats_latencies(rpc, &latencies, &latencies_size) == KVK_OK) {
+            (void)fwrite(latencies, 1, latencies_size, file);
+            free(latencies);
+        }
         if (fclose(file) != 0) {
             free(text);
             text = NULL;

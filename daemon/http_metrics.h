@@ -5,9 +5,9 @@
 #ifndef KVK_DAEMON_HTTP_METRICS_H
 #define KVK_DAEMON_HTTP_METRICS_H
 
-#include "daemon/cache.h"
+#include "daemon/rpc.h"
 
-/* NUL-terminated, the caller's to free(); NULL: no memory. Takes the cache's lock for a moment. */
-char *kvk_http_metrics(struct kvk_cache *cache);
+/* NUL-terminated, the caller's to free(); NULL: no memory. Takes the engine's lock for a moment. */
+char *kvk_http_metrics(struct kvk_rpc *rpc);
 
 #endif

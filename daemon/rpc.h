@@ -7,7 +7,7 @@
  *     rpc_caller.c    who calls
  *     rpc_check.c     values of requests: checked in one place, each error names its field
  *     rpc_space.c, rpc_lookup.c, rpc_sequence.c, rpc_bytes.c, rpc_session.c, rpc_attend.c,
- *     rpc_admin.c, rpc_tenants.c, rpc_test.c    the calls, by subject
+ *     rpc_admin.c, rpc_stats.c, rpc_tenants.c, rpc_test.c    the calls, by subject
  *
  * Locking: none of its own but for the notices of one session. Everything here runs on the
  * server's threads.
