@@ -129,6 +129,7 @@ static bool unary_run(struct kvk_call *call, const struct kvk_rpc_bound *bound, 
     struct kvk_error error = {.status = KVK_OK};
     struct kvk_rpc_run run;
     ProtobufCMessage *message = NULL;
+    uint64_t begun_ns = kvk_clock_now(kvk_clock_monotonic());
     enum kvk_status status = kvk_rpc_run_begin(&run, bound, call, may_block, &error);
     if (status == KVK_OK) {
         status = kvk_rpc_rate_take(&run, bound, NULL, &error);
@@ -148,6 +149,7 @@ static bool unary_run(struct kvk_call *call, const struct kvk_rpc_bound *bound, 
         KVK_ASSERT(!may_block);
         return false;
     }
+    kvk_histogram_record(bound->latency, kvk_clock_now(kvk_clock_monotonic()) - begun_ns);
     if (status != KVK_OK) {
         error.status = status;
         kvk_call_fail(call, &error);
@@ -337,6 +339,11 @@ enum kvk_status kvk_rpc_create(const struct kvk_rpc_options *options, struct kvk
     kvk_random_secret(made->boot_id, sizeof(made->boot_id));
     kvk_rpc_sessions_init(&made->sessions);
     bind_methods(made);
+    status = kvk_rpc_latencies_create(made, error);
+    if (status != KVK_OK) {
+        kvk_rpc_destroy(made);
+        return status;
+    }
     *rpc = made;
     return KVK_OK;
 }
@@ -349,6 +356,7 @@ void kvk_rpc_destroy(struct kvk_rpc *rpc)
     kvk_rpc_detach(rpc);
     kvk_rpc_sessions_finish(&rpc->sessions);
     kvk_auth_limit_finish(&rpc->auth_limit);
+    kvk_metrics_destroy(rpc->metrics);
     free(rpc);
 }
 

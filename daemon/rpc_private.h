@@ -14,6 +14,7 @@
 #include <stdatomic.h>
 
 #include "base/lock.h"
+#include "base/metrics.h"
 #include "daemon/auth_limit.h"
 #include "daemon/lease.h"
 #include "daemon/rpc.h"
@@ -58,6 +59,7 @@ struct kvk_rpc_method {
 struct kvk_rpc_bound {
     struct kvk_rpc *rpc;
     const struct kvk_rpc_method *method;
+    struct kvk_histogram *latency; /* of unary calls, in ns; the registry's */
     bool rated; /* the rate of its tenant's requests is asked first */
 };
 
@@ -82,6 +84,7 @@ struct kvk_rpc {
     struct kvk_clock *clock;
     struct kvk_cache *cache;   /* from kvk_rpc_attach() on */
     struct kvk_server *server; /* likewise */
+    struct kvk_metrics *metrics; /* latencies by method; ours */
     struct kvk_device_info device;
     char side_path[KVK_PATH_SIZE];
     uint8_t boot_id[KVK_BOOT_ID_SIZE];
@@ -123,6 +126,11 @@ size_t kvk_rpc_fill_tables(struct kvk_rpc_tables *target, const struct kvk_table
 /* What of a prefix was on disk; NULL: nothing. */
 Kvkeep__V1__DiskUse *kvk_rpc_fill_disk(struct kvk_rpc_tables *packed,
                                        const struct kvk_disk_estimate *estimate);
+
+/* ---- rpc_stats.c ---- */
+
+/* After the methods are bound. */
+KVK_CHECKED enum kvk_status kvk_rpc_latencies_create(struct kvk_rpc *rpc, struct kvk_error *error);
 
 /* ---- rpc_caller.c ---- */
 
