@@ -62,6 +62,16 @@ static uint32_t *head_of(const struct kvk_journal *journal, struct kvk_key key)
     return &journal->heads[((key.high >> 32) * journal->capacity) >> 32];
 }
 
+void kvk_journal_expect(const struct kvk_journal *journal, struct kvk_key key)
+{
+    if (journal->capacity > 0) {
+        __builtin_prefetch(head_of(journal, key), 1);
+        __builtin_prefetch(&journal->entries[journal->next_place], 1);
+        /* An entry may lie in two lines. */
+        __builtin_prefetch((const char *)(&journal->entries[journal->next_place] + 1) - 1, 1);
+    }
+}
+
 void kvk_journal_add(struct kvk_journal *journal, const struct kvk_gone *gone)
 {
     KVK_ASSERT(gone->reason > KVK_GONE_NONE && gone->reason < KVK_GONE_REASON_COUNT);

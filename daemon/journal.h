@@ -69,6 +69,8 @@ struct kvk_journal {
 KVK_CHECKED enum kvk_status kvk_journal_init(struct kvk_journal *journal, uint32_t capacity);
 void kvk_journal_finish(struct kvk_journal *journal);
 
+/* The key will be added soon: a hint that lets the memory come near meanwhile. */
+void kvk_journal_expect(const struct kvk_journal *journal, struct kvk_key key);
 void kvk_journal_add(struct kvk_journal *journal, const struct kvk_gone *gone);
 
 /* The newest event of this key in this space and group by which it was forgotten, or, with

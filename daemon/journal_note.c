@@ -19,9 +19,8 @@ void kvk_gone_end(struct kvk_cache *cache)
     cache->gone_cause = (struct kvk_gone_cause){.reason = KVK_GONE_NONE};
 }
 
-static uint32_t idle_ms(const struct kvk_cache *cache, const struct kvk_block *block)
+static uint32_t idle_ms(const struct kvk_block *block, uint64_t now_ns)
 {
-    uint64_t now_ns = kvk_policy_now(cache);
     uint64_t ms = now_ns > block->used_ns ? (now_ns - block->used_ns) / KVK_NS_PER_MS : 0;
     return ms < UINT32_MAX ? (uint32_t)ms : UINT32_MAX;
 }
@@ -36,17 +35,18 @@ void kvk_gone_note(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier, uin
     if (reason == KVK_GONE_NONE || block->run == UINT32_MAX) {
         return; /* the daemon ends, or nobody could ever have found it */
     }
+    kvk_journal_expect(&cache->journal, block->key);
     const struct kvk_group *group = kvk_group_of(cache, block);
+    uint64_t now_ns = kvk_clock_now(cache->clock); /* once: this is on the path of every eviction */
+    uint64_t policy_ns = cache->policy_ns != 0 ? cache->policy_ns : now_ns;
     const struct kvk_gone gone = {
         .key = block->key,
-        .time_ns = kvk_clock_now(cache->clock),
+        .time_ns = now_ns,
         .space_id = group->space->id,
         .for_space_id = cause->space != NULL ? cause->space->id : 0,
         .for_tenant_id = cause->space != NULL ? cause->space->tenant->id : 0,
-        .idle_ms = idle_ms(cache, block),
-        .score = block->queue != NULL
-                     ? (float)kvk_evict_score(block->queue, block, kvk_policy_now(cache))
-                     : 0,
+        .idle_ms = idle_ms(block, policy_ns),
+        .score = block->queue != NULL ? (float)kvk_evict_score(block->queue, block, policy_ns) : 0,
         .position = block->position,
         .use_count = block->use_count,
         .group = (uint8_t)group->index,

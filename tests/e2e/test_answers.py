@@ -310,4 +310,3 @@ def test_limits_are_named(folder, field):
                           capture_output=True, timeout=10, check=False)
     assert done.returncode != 0
     assert field.split()[0].encode() in done.stderr
-
