@@ -423,6 +423,7 @@ struct kvk_cache_stats {
     uint64_t space_record_failures;                  /* to write or remove one */
     uint64_t unkept_blocks;       /* times that a block found no place in its sidecar */
     uint64_t torn_records;        /* of sidecars, at the start */
+    uint64_t restored_blocks; /* at the start, from kept memory and disk */
     uint64_t lookup_ns, saved_ns; /* what look-ups cost against what hits saved (estimate) */
 };
 

@@ -86,6 +86,9 @@ static const struct named counters[] = {
     COUNTER(spaces_restored, "spaces_restored"),
     COUNTER(space_records_refused, "space_records_refused"),
     COUNTER(space_record_failures, "space_record_failures"),
+    COUNTER(restored_blocks, "restored_blocks"),
+    COUNTER(torn_records, "torn_records"),
+    COUNTER(unkept_blocks, "unkept_blocks"),
 };
 
 #define TIER_GAUGE(member, text)                                                                   \

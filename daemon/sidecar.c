@@ -412,8 +412,7 @@ void kvk_sidecar_tidy_drops(struct kvk_cache *cache)
         looked++;
         group->space->reference_count++; /* stays while the lock is dropped */
         kvk_unlock(&cache->lock);
-        enum kvk_status status =
-            kvk_sidecar_back_unlocked(cache, group, KVK_TIER_HOST, 0, 0, NULL);
+        enum kvk_status status = kvk_sidecar_back_unlocked(cache, group, KVK_TIER_HOST, 0, 0, NULL);
         kvk_lock(&cache->lock);
         if (status != KVK_OK) {
             looked = TIDY_GROUPS; /* blocks without an entry are counted as not kept */

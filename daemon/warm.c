@@ -430,6 +430,9 @@ enum kvk_status kvk_warm_start(struct kvk_cache *cache, struct kvk_error *error)
         kvk_disk_tidy_unlocked(cache);
     }
     kvk_kept_sweep(cache);
+    kvk_lock(&cache->lock);
+    cache->stats.restored_blocks = cache->restored.blocks;
+    kvk_unlock(&cache->lock);
     start_tell(cache, quarantined);
     return KVK_OK;
 }

@@ -27,8 +27,8 @@ KVK_CHECKED enum kvk_status kvk_warm_start(struct kvk_cache *cache, struct kvk_e
 /* What kvk_warm_start() brought back. */
 void kvk_warm_counts(struct kvk_cache *cache, struct kvk_restore_counts *counts);
 
-/* Get ready to end: no new sequences; blocks whose only copy is in memory that goes with the process
- * are copied to where it does not, as far as there is room; the catalogue is written. */
+/* Get ready to end: no new sequences; blocks whose only copy is in memory that goes with the
+ * process are copied to where it does not, as far as there is room; the catalogue is written. */
 struct kvk_drain_reply {
     bool kept; /* there is a keeper */
     uint64_t kept_blocks, disk_blocks, demoted_blocks;

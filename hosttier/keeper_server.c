@@ -187,19 +187,18 @@ static bool request_ok(const struct server *server, const struct connection *con
                        const struct kvk_keeper_message *message, int fd)
 {
     bool greeted = server->daemon == connection;
-    switch (message->kind) {
-    case KVK_KEEPER_HELLO:
+    bool named = kvk_keeper_name_ok(message->name);
+    if (message->kind == KVK_KEEPER_HELLO) {
         return fd < 0;
-    case KVK_KEEPER_PUT:
-        return greeted && fd >= 0 && kvk_keeper_name_ok(message->name);
-    case KVK_KEEPER_DROP:
-        return greeted && fd < 0 && kvk_keeper_name_ok(message->name);
-    case KVK_KEEPER_TAKE:
-    case KVK_KEEPER_FORGET:
-        return greeted && fd < 0;
-    default: /* a number from outside */
-        return false;
     }
+    if (message->kind == KVK_KEEPER_PUT) {
+        return greeted && fd >= 0 && named;
+    }
+    if (message->kind == KVK_KEEPER_DROP) {
+        return greeted && fd < 0 && named;
+    }
+    bool plain = message->kind == KVK_KEEPER_TAKE || message->kind == KVK_KEEPER_FORGET;
+    return plain && greeted && fd < 0;
 }
 
 static void request_serve(struct server *server, struct connection *connection,

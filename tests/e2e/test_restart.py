@@ -124,6 +124,11 @@ def test_killed_at_rest_it_comes_back_with_every_byte(place):
     assert again.space_id == space.space_id and not again.created
     for number in range(20):
         assert check(worker, again, number) == 8 * BLOCK_TOKENS
+    stats = worker.call("GetStats", pb.GetStatsRequest(), stub=worker.admin).stats
+    values = {stat.name.decode(): stat.value for stat in stats}
+    assert values["kvkeep_restored_blocks_total"] == 20 * 8
+    assert values["kvkeep_torn_records_total"] == 0
+    assert values["kvkeep_unkept_blocks_total"] == 0
     # What was open or lent before is not known, and that is a plain answer.
     with Refused(grpc.StatusCode.NOT_FOUND):
         worker.get(left_open.sequence_id)
@@ -275,7 +280,8 @@ rows = table(sequence)
 print("ready", *[slot for _, _, slot, _ in rows], flush=True)
 sys.stdin.readline()
 for _, _, slot, _ in rows:
-    memory[slot * answer.slot_stride:(slot + 1) * answer.slot_stride] = b"\\xee" * answer.slot_stride
+    size = answer.slot_stride
+    memory[slot * size:(slot + 1) * size] = b"\\xee" * size
 print("written", flush=True)
 sys.stdin.readline()
 """
