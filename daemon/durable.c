@@ -128,7 +128,13 @@ enum kvk_status kvk_durable_start(struct kvk_cache *cache, struct kvk_error *err
     if (status == KVK_OK && cache->catalogue != NULL) {
         status = kvk_persist_restore_spaces(cache, error);
     }
-    return status == KVK_OK ? kvk_warm_start(cache, error) : status;
+    if (status == KVK_OK) {
+        status = kvk_warm_start(cache, error);
+    }
+    if (status == KVK_OK && cache->catalogue != NULL) {
+        kvk_catalogue_trust(cache->catalogue);
+    }
+    return status;
 }
 
 void kvk_durable_stop(struct kvk_cache *cache)

@@ -11,6 +11,7 @@
 #include "hosttier/catalogue.h"
 
 #define REMOVALS_AT_ONCE 16384           /* that the catalogue's queue surely has room for */
+#define RETRY_FACTOR 20                  /* of the time that the last try took */
 #define RETRY_NS (1 * KVK_NS_PER_SECOND) /* between tries to record a space after a failure */
 
 /* ---- Shapes ---- */
@@ -281,11 +282,13 @@ void kvk_persist_maintain_drops(struct kvk_cache *cache)
 {
     KVK_ASSERT(kvk_lock_held(&cache->lock));
     uint64_t now_ns = kvk_clock_now(cache->clock);
-    if (cache->catalogue == NULL || cache->persist_busy || now_ns < cache->persist_retry_ns) {
+    if (cache->catalogue == NULL || !cache->persist_wanted || cache->persist_busy ||
+        now_ns < cache->persist_retry_ns) {
         return;
     }
     struct kvk_space *space = unrecorded_space(cache);
     if (space == NULL) {
+        cache->persist_wanted = false;
         return;
     }
     struct kvk_error error;
@@ -301,7 +304,8 @@ void kvk_persist_maintain_drops(struct kvk_cache *cache)
     space->recorded = status == KVK_OK;
     if (status != KVK_OK) {
         cache->stats.space_record_failures++;
-        cache->persist_retry_ns = now_ns + RETRY_NS;
+        uint64_t ended_ns = kvk_clock_now(cache->clock); /* a slow disk is asked the less often */
+        cache->persist_retry_ns = ended_ns + RETRY_NS + RETRY_FACTOR * (ended_ns - now_ns);
     }
 }
 

@@ -316,6 +316,7 @@ static void space_link(struct kvk_cache *cache, struct kvk_space *space)
     cache->spaces = space;
     kvk_mrc_begin(cache, space->tenant);
     kvk_quota_space_link(cache, space);
+    cache->persist_wanted = cache->persist_wanted || !space->recorded;
     capacity_learn(cache, space);
 }
 

@@ -139,8 +139,7 @@ static enum kvk_status folder_lock(const char *folder, int *fd, struct kvk_error
 
 static enum kvk_status tables_open(struct kvk_catalogue *catalogue, struct kvk_error *error)
 {
-    static const char *const names[KVK_CATALOGUE_TABLE_COUNT] = {
-        "meta", "tenants", "credentials", "spaces", "generations", "blocks", "values"};
+    static const char *const names[KVK_CATALOGUE_TABLE_COUNT] = KVK_CATALOGUE_TABLE_NAMES;
     MDB_txn *transaction;
     int code = mdb_txn_begin(catalogue->environment, NULL, 0, &transaction);
     if (code != 0) {
@@ -438,6 +437,9 @@ enum kvk_status kvk_catalogue_open_format(const struct kvk_catalogue_options *op
     kvk_catalogue_queue_init(&catalogue->queue, options);
     enum kvk_status status = folders_take(catalogue, options->folder, error);
     if (status == KVK_OK) {
+        status = kvk_catalogue_probe(catalogue, error);
+    }
+    if (status == KVK_OK) {
         status = environment_open(catalogue, error);
     }
     if (status == KVK_OK) {
@@ -474,6 +476,7 @@ void kvk_catalogue_close(struct kvk_catalogue *catalogue)
     kvk_catalogue_writer_stop(catalogue);
     if (catalogue->environment != NULL) {
         mdb_env_close(catalogue->environment);
+        kvk_catalogue_trust(catalogue); /* it was no harm, read or not */
     }
     kvk_catalogue_queue_finish(&catalogue->queue);
     int failed = pthread_rwlock_destroy(&catalogue->environment_gate);

@@ -43,6 +43,9 @@ struct kvk_catalogue_options {
 KVK_CHECKED enum kvk_status kvk_catalogue_open(const struct kvk_catalogue_options *options,
                                                struct kvk_catalogue **catalogue,
                                                struct kvk_error *error);
+/* Everything that is to be read at a start was read. A process that ends between opening and this
+ * call may have died of what it read: the next opening then has another process read it first. */
+void kvk_catalogue_trust(struct kvk_catalogue *catalogue);
 /* Commits what is queued first. NULL is fine. */
 void kvk_catalogue_close(struct kvk_catalogue *catalogue);
 

@@ -160,7 +160,8 @@ enum kvk_status kvk_catalogue_format_settle(struct kvk_catalogue *catalogue, uin
 /* ---- What an interrupted removal left ---- */
 
 /* The first space, from `space_id` on, that has block records but no record; 0: there is none. */
-static enum kvk_status orphan_find(struct kvk_catalogue *catalogue, uint64_t *space_id,
+static enum kvk_status orphan_find(struct kvk_catalogue *catalogue,
+                                   struct kvk_record_scratch *scratch, uint64_t *space_id,
                                    struct kvk_error *error)
 {
     struct kvk_catalogue_transaction transaction;
@@ -179,9 +180,7 @@ static enum kvk_status orphan_find(struct kvk_catalogue *catalogue, uint64_t *sp
         return kvk_catalogue_fail(catalogue, code, "reading", error);
     }
     for (;;) {
-        uint64_t at = 0;
-        uint32_t group;
-        uint32_t slot;
+        struct kvk_disk_block_record record;
         kvk_record_key_block(from, 0, 0, &key);
         MDB_val found = {.mv_size = key.size, .mv_data = key.bytes};
         MDB_val value;
@@ -189,9 +188,11 @@ static enum kvk_status orphan_find(struct kvk_catalogue *catalogue, uint64_t *sp
         if (code != 0) {
             break;
         }
-        if (found.mv_size == KVK_RECORD_BLOCK_KEY_SIZE) {
-            kvk_record_key_block_read(found.mv_data, &at, &group, &slot);
+        if (!kvk_record_read_block(found.mv_data, found.mv_size, value.mv_data, value.mv_size,
+                                   scratch, &record)) {
+            break; /* where keys may be damaged nothing is removed by them */
         }
+        uint64_t at = record.space_id;
         kvk_record_key_id(at, &key);
         MDB_val wanted = {.mv_size = key.size, .mv_data = key.bytes};
         code =
@@ -239,15 +240,19 @@ static enum kvk_status blocks_remove(struct kvk_catalogue *catalogue, uint64_t s
 enum kvk_status kvk_catalogue_sweep(struct kvk_catalogue *catalogue, struct kvk_error *error)
 {
     uint64_t space_id = 1;
-    for (;;) {
-        enum kvk_status status = orphan_find(catalogue, &space_id, error);
+    struct kvk_record_scratch *scratch = malloc(sizeof(*scratch));
+    if (scratch == NULL) {
+        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for a record");
+    }
+    enum kvk_status status = KVK_OK;
+    while (status == KVK_OK) {
+        status = orphan_find(catalogue, scratch, &space_id, error);
         if (status != KVK_OK || space_id == 0) {
-            return status;
+            break;
         }
         kvk_log(KVK_LOG_INFO, "catalogue_orphans", "space=%llu", (unsigned long long)space_id);
         status = blocks_remove(catalogue, space_id, error);
-        if (status != KVK_OK) {
-            return status;
-        }
     }
+    free(scratch);
+    return status;
 }

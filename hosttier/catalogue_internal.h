@@ -27,6 +27,10 @@ enum kvk_catalogue_table {
     KVK_CATALOGUE_VALUES,
 };
 #define KVK_CATALOGUE_TABLE_COUNT 7
+#define KVK_CATALOGUE_TABLE_NAMES                                                                  \
+    {                                                                                              \
+        "meta", "tenants", "credentials", "spaces", "generations", "blocks", "values"              \
+    }
 
 /* ---- The queue of block operations: catalogue_writer.c ---- */
 
@@ -74,6 +78,7 @@ struct kvk_catalogue_queue {
 struct kvk_catalogue {
     char path[4096]; /* of the environment's folder */
     int lock_fd;     /* ours; holds the folder */
+    bool marked;     /* as being opened: see catalogue_probe.c */
     uint64_t map_bytes;
     uint64_t live_bytes_max; /* puts beyond are refused; the rest is for copies on write */
     bool threads;
@@ -161,6 +166,13 @@ kvk_catalogue_format_settle(struct kvk_catalogue *catalogue, uint32_t format,
                             uint32_t migration_count, struct kvk_error *error);
 /* Remove block records whose space has no record: what a removal that was interrupted left. */
 KVK_CHECKED enum kvk_status kvk_catalogue_sweep(struct kvk_catalogue *catalogue,
+                                                struct kvk_error *error);
+
+/* ---- Doubt: catalogue_probe.c ---- */
+
+/* Mark the catalogue as being opened. Where it was left marked, or is cut, see by another process
+ * whether it can be read. KVK_DATA_LOSS: that one died of it. Before the environment is opened. */
+KVK_CHECKED enum kvk_status kvk_catalogue_probe(struct kvk_catalogue *catalogue,
                                                 struct kvk_error *error);
 
 /* ---- Spaces: catalogue_spaces.c ---- */

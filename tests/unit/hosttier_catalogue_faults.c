@@ -4,8 +4,10 @@
  */
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
+#include <sys/wait.h>
 #include <time.h>
 
 #include "tests/catalogue_house.h"
@@ -365,5 +367,124 @@ Test(faults, a_lower_limit_is_no_harm)
     cr_assert_eq(kvk_catalogue_block_remove(shelf.catalogue, 1, 0, 5, NULL), KVK_OK);
     shelf_flush(&shelf);
     cr_assert_eq(shelf_count_blocks(&shelf, 1, 1), 19999);
+    shelf_finish(&shelf);
+}
+
+/* ---- A file that was damaged outside of us: LMDB itself may die of it ---- */
+
+static void file_path(const struct shelf *shelf, const char *name, char path[160])
+{
+    (void)snprintf(path, 160, "%s/catalogue/%s", shelf->folder, name);
+}
+
+static void wreck_make(struct shelf *shelf)
+{
+    shelf_init(shelf);
+    kvk_log_set_descriptor(-1);
+    shelf_open(shelf);
+    shelf_put_space(shelf, 1, 1);
+    for (uint32_t slot = 0; slot < 5000; slot++) {
+        shelf_put_block(shelf, 1, 0, slot, 1, NULL);
+    }
+    shelf_close(shelf);
+}
+
+static bool ignore_block(void *context, const struct kvk_disk_block_record *record)
+{
+    (void)context;
+    (void)record;
+    return true;
+}
+
+/* Open and read all in a process of its own: the status, or -1 if it died. */
+static int open_apart(struct shelf *shelf)
+{
+    pid_t child = fork();
+    if (child == 0) {
+        (void)signal(SIGSEGV, SIG_DFL); /* whatever a sanitizer or Criterion does with it */
+        (void)signal(SIGBUS, SIG_DFL);
+        (void)signal(SIGABRT, SIG_DFL);
+        enum kvk_status status =
+            kvk_catalogue_open(&shelf->options, &shelf->catalogue, &shelf->error);
+        if (status == KVK_OK) {
+            status = kvk_catalogue_blocks(shelf->catalogue, 1, ignore_block, NULL, &shelf->error);
+        }
+        _exit((int)status);
+    }
+    int result;
+    cr_assert_eq(waitpid(child, &result, 0), child);
+    return WIFEXITED(result) ? WEXITSTATUS(result) : -1;
+}
+
+Test(faults, a_file_that_was_cut_is_refused_in_words)
+{
+    struct shelf shelf;
+    char path[160];
+    wreck_make(&shelf);
+    file_path(&shelf, "data.mdb", path);
+    off_t size = (off_t)file_bytes(&shelf);
+    for (off_t part = 9; part >= 1; part -= 2) {
+        cr_assert_eq(truncate(path, size * part / 10), 0);
+        cr_assert_eq(kvk_catalogue_open(&shelf.options, &shelf.catalogue, &shelf.error),
+                     KVK_DATA_LOSS, "%d tenths", (int)part);
+        cr_assert_not_null(strstr(shelf.error.text, "move it away"), "%s", shelf.error.text);
+        shelf.catalogue = NULL;
+    }
+    shelf_finish(&shelf);
+}
+
+Test(faults, who_died_of_the_file_dies_only_once, .timeout = 120)
+{
+    struct shelf shelf;
+    struct kvk_random random;
+    char path[160];
+    uint32_t died = 0;
+    wreck_make(&shelf);
+    file_path(&shelf, "data.mdb", path);
+    uint64_t size = file_bytes(&shelf);
+    uint8_t *whole = malloc(size);
+    int fd = open(path, O_RDWR);
+    cr_assert_eq(pread(fd, whole, size, 0), (ssize_t)size);
+    kvk_random_init(&random, 3);
+    for (int round = 0; round < 60; round++) {
+        uint64_t pages = size / 4096;
+        for (int i = 0; i < 3; i++) { /* in pages' heads, where the pointers are */
+            uint64_t page = 2 + kvk_random_below(&random, pages - 2);
+            uint8_t byte = (uint8_t)kvk_random_next(&random);
+            off_t at = (off_t)(page * 4096 + 10 + kvk_random_below(&random, 20));
+            cr_assert_eq(pwrite(fd, &byte, 1, at), 1);
+        }
+        if (open_apart(&shelf) == -1) {
+            died++;
+            cr_assert_neq(open_apart(&shelf), -1, "round %d", round);
+        }
+        cr_assert_eq(pwrite(fd, whole, size, 0), (ssize_t)size);
+        shelf_open(&shelf); /* mended: all is well again, and the mark goes */
+        shelf_close(&shelf);
+        char mark[160];
+        file_path(&shelf, "opening", mark);
+        cr_assert_neq(access(mark, F_OK), 0);
+    }
+    cr_assert_gt(died, 0, "none was bad enough to show anything");
+    (void)close(fd);
+    free(whole);
+    shelf_finish(&shelf);
+}
+
+Test(faults, an_opening_that_was_cut_short_is_no_harm)
+{
+    struct shelf shelf;
+    char mark[160];
+    wreck_make(&shelf);
+    file_path(&shelf, "opening", mark);
+    for (int round = 0; round < 3; round++) {
+        cr_assert_eq(open_apart(&shelf), KVK_OK, "ends without a word, as if it were killed");
+        cr_assert_eq(access(mark, F_OK), 0);
+    }
+    shelf_open(&shelf);
+    cr_assert_eq(access(mark, F_OK), 0);
+    kvk_catalogue_trust(shelf.catalogue);
+    cr_assert_neq(access(mark, F_OK), 0);
+    cr_assert_eq(shelf_count_blocks(&shelf, 1, 1), 5000);
     shelf_finish(&shelf);
 }
