@@ -3,6 +3,7 @@
 'use strict';
 
 const PERIOD_MS = 2000;
+const CURVES = 5; // tenants whose curves are drawn
 const HISTORY = 300; // points of the hit rate's line
 const SVG = 'http://www.w3.org/2000/svg';
 const history = [];
@@ -227,32 +228,52 @@ function showStates(stats) {
     [{ name: state.toLowerCase(), kind: kinds[state], value, text: count(value) }], most)));
 }
 
-// Points of the curve are (bytes, hit ratio); how much there is now is marked.
-function showCurve(curve) {
-  const points = curve ? curve.points : [];
-  if (points.length < 2) {
+// Of tenants that have asked enough, the busiest first.
+function curvesOf(ratio) {
+  const curves = ratio ? ratio.curves.filter((curve) => curve.points.length > 1) : [];
+  return curves.sort((a, b) => b.references - a.references);
+}
+
+// What an endless cache would hit, over all tenants.
+function ceilingOf(curves) {
+  const references = curves.reduce((sum, curve) => sum + curve.references, 0);
+  return references > 0
+    ? curves.reduce((sum, curve) => sum + curve.references * curve.ceiling.hits, 0) / references : null;
+}
+
+// One line for each of the busiest tenants; how much the first has now is marked.
+function showCurves(all) {
+  const curves = all.slice(0, CURVES);
+  if (curves.length === 0) {
     nothing(at('curve'), 'drawn as soon as enough look-ups were sampled');
-    at('curve-key').textContent = '';
+    at('curve-key').replaceChildren();
     return;
   }
-  const most = points[points.length - 1].bytes || 1;
-  chart(at('curve'), [{ kind: 'rate', points: points.map((point) => [point.bytes / most, point.hit_ratio]) }],
-    [{ at: Math.min(curve.now_bytes / most, 1), name: 'now' }], '0 B', bytes(most),
-    'hit ratio against bytes of memory');
-  at('curve-key').textContent = 'hit ratio of an LRU cache of that size, from sampled reuse distances';
+  const most = Math.max(...curves.map((curve) => curve.points[curve.points.length - 1].size_bytes), 1);
+  chart(at('curve'), curves.map((curve, i) => ({ kind: 'rate line-' + i,
+    points: curve.points.map((point) => [point.size_bytes / most, point.hits]) })),
+  [{ at: Math.min(curves[0].now_bytes / most, 1), name: curves[0].tenant + ' now' }], '0 B', bytes(most),
+  'hit ratio against bytes of memory');
+  at('curve-key').replaceChildren(...curves.flatMap((curve, i) => [
+    make('i', { class: 'key-' + i, 'aria-hidden': 'true' }),
+    `${curve.tenant}: now ${percent(curve.now.hits)}, twice the memory ${percent(curve.twice.hits)}, ` +
+      `endless ${percent(curve.ceiling.hits)}`, make('br')]),
+  'hit ratio of an LRU cache of that size, from sampled reuse distances');
 }
 
 function showDoctor(doctor) {
   const list = at('doctor');
-  const findings = doctor ? doctor.findings : [];
-  if (findings.length === 0) {
-    list.replaceChildren(make('li', { class: 'good' }, doctor ? 'nothing to report' : 'not known to this daemon'));
+  if (doctor === null) {
+    list.replaceChildren(make('li', {}, 'this daemon has no doctor'));
     return;
   }
-  list.replaceChildren(...findings.map((finding) =>
-    make('li', { class: /severe|error|critical|bad/.test(finding.severity) ? 'severe' : 'warning' },
-      make('strong', {}, finding.title), finding.evidence || '',
-      make('small', {}, finding.advice || ''))));
+  if (doctor.findings.length === 0) {
+    list.replaceChildren(make('li', { class: 'good' }, `nothing to report, ${doctor.checks} things looked at`));
+    return;
+  }
+  list.replaceChildren(...doctor.findings.map((finding) =>
+    make('li', { class: finding.severity }, make('strong', {}, finding.title), finding.evidence,
+      make('small', {}, finding.action))));
 }
 
 function showWhy(why) {
@@ -288,7 +309,7 @@ function showLists() {
 
 async function round() {
   const info = await ask('GetServerInfo');
-  const [occupancy, usage, stats, why, sequences, leases, doctor, curve] = await Promise.all([
+  const [occupancy, usage, stats, why, sequences, leases, doctor, ratio] = await Promise.all([
     ask('GetOccupancy'), ask('GetUsage'), ask('GetStats').then(statMap), ask('Why'),
     ask('ListSequences'), ask('ListLeases'), askMaybe('Doctor'), askMaybe('GetMissRatio')]);
   at('about').textContent = `version ${info.version}, ${info.device} (${info.device_path}), ` +
@@ -296,9 +317,10 @@ async function round() {
   showTiles(stats, info);
   showTiers(occupancy, why);
   showTenants(usage);
-  showRate(curve && curve.points.length > 1 ? curve.ceiling : null);
+  const curves = curvesOf(ratio);
+  showRate(ceilingOf(curves));
   showStates(stats);
-  showCurve(curve);
+  showCurves(curves);
   showDoctor(doctor);
   showWhy(why);
   rows = { sequences: sequences.sequences, leases: leases.leases };

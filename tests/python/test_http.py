@@ -75,7 +75,7 @@ def test_metrics_are_as_prometheus_wants_them(start):
     lines = text.decode().splitlines()
     assert "kvkeep_lookup_total 3" in lines
     assert 'kvkeep_call_seconds_count{method="Lookup"} 3' in lines
-    assert "kvkeep_connections_live 1" in lines
+    assert any(line.startswith("kvkeep_connections_live ") for line in lines)
     assert not [line for line in lines if "quantile" in line]
     names = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(names) == len(set(names)), "samples of one name lie together"
