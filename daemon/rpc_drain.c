@@ -10,11 +10,13 @@ KVK_RPC_HANDLER(kvk_rpc_drain)
 {
     struct kvk_drain_reply reply;
     (void)message;
-    if (!run->caller.credential->admin) {
-        return kvk_fail(error, KVK_PERMISSION, KVK_CAUSE_NONE, "",
-                        "the credential has no admin rights");
+    enum kvk_status status = kvk_rpc_require_admin(run, error);
+    if (status == KVK_OK) {
+        status = kvk_drain(run->rpc->cache, &run->caller, &reply, error);
     }
-    enum kvk_status status = kvk_drain(run->rpc->cache, &run->caller, &reply, error);
+    if (status != KVK_WOULD_BLOCK) {
+        kvk_rpc_audit(run, "", "", status, error);
+    }
     if (status != KVK_OK) {
         return status;
     }
