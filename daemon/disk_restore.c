@@ -459,7 +459,9 @@ enum kvk_status kvk_disk_prefix_find_drops(struct kvk_cache *cache, struct kvk_s
     }
     struct kvk_disk_estimate left;
     kvk_disk_estimate(cache, space, prefix, &left);
-    narrow(cache, space, prefix);
+    if (left.disk_tokens > 0) {
+        narrow(cache, space, prefix);
+    }
     uint64_t restored =
         estimate->disk_tokens > left.disk_tokens ? estimate->disk_tokens - left.disk_tokens : 0;
     uint64_t found = prefix->blocks * space->block_tokens;
@@ -475,7 +477,9 @@ void kvk_disk_prefix_find_memory(struct kvk_cache *cache, struct kvk_space *spac
                                  uint64_t token_limit, struct kvk_prefix *prefix)
 {
     kvk_prefix_find(cache, space, roots, prompt, token_limit, prefix);
-    if (cache->disk_tier != NULL) {
+    struct kvk_disk_estimate estimate;
+    kvk_disk_estimate(cache, space, prefix, &estimate);
+    if (estimate.disk_tokens > 0) {
         narrow(cache, space, prefix);
     }
 }

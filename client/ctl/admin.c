@@ -132,6 +132,14 @@ static void tiers_print(const Kvkeep__V1__GetOccupancyResponse *occupancy)
                       ctl_bytes(use->stray_bytes));
     }
     ctl_table_print(&table);
+    const Kvkeep__V1__DiskState *disk = occupancy->disk;
+    if (disk != NULL) {
+        (void)printf("disk: %.*s, %.*s, %llu blocks wait to be written%s%.*s\n",
+                     (int)disk->state.len, (const char *)disk->state.data, (int)disk->path.len,
+                     (const char *)disk->path.data, (unsigned long long)disk->queued_blocks,
+                     disk->reason.len > 0 ? "; last failure: " : "", (int)disk->reason.len,
+                     (const char *)disk->reason.data);
+    }
 }
 
 int ctl_status(const struct ctl_options *options, int argc, char **argv)
