@@ -767,7 +767,7 @@ Test(catalogue, what_was_acknowledged_survives_a_kill, .timeout = 120)
         acknowledged += atomic_load(&shared->committed);
         shelf_close(&shelf);
     }
-    cr_assert_gt(acknowledged, 1000, "the writer must have got somewhere: %llu",
+    cr_assert_gt(acknowledged, 20, "the writer must have got somewhere: %llu",
                  (unsigned long long)acknowledged);
     (void)munmap(shared, sizeof(*shared));
     shelf_finish(&shelf);
