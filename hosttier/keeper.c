@@ -6,6 +6,7 @@
  */
 #include "hosttier/keeper.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -105,9 +106,9 @@ static enum kvk_status name_check(const char *name, char padded[KVK_KEEPER_NAME_
                                   struct kvk_error *error)
 {
     memset(padded, 0, KVK_KEEPER_NAME_SIZE);
-    size_t size = strlen(name);
-    if (size < KVK_KEEPER_NAME_SIZE) {
-        memcpy(padded, name, size);
+    int size = snprintf(padded, KVK_KEEPER_NAME_SIZE, "%s", name);
+    if (size < 0 || size >= KVK_KEEPER_NAME_SIZE) {
+        padded[0] = '\0'; /* none of ours: too long */
     }
     if (!kvk_keeper_name_ok(padded)) {
         return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "name",
