@@ -23,6 +23,7 @@
 #define GREETING_MS 1000 /* a connection that says nothing is closed */
 #define FIRST_MS 10000   /* for the first daemon to come */
 #define ANSWER_MS 1000   /* that a peer may leave an answer unread */
+#define LOOK_MS 2000     /* between looks whether its socket can still be found */
 
 struct connection {
     int fd; /* -1: free */
@@ -35,6 +36,8 @@ struct file {
 };
 
 struct server {
+    const char *path; /* borrowed */
+    ino_t inode;      /* of the socket that lies there */
     int listener;
     struct connection connections[CONNECTION_COUNT];
     struct connection *daemon; /* the one that greeted; NULL: none */
@@ -257,9 +260,18 @@ static void connection_read(struct server *server, struct connection *connection
 
 /* ---- The loop ---- */
 
+/* Where the socket was removed, no daemon can come any more. */
+static bool is_reachable(const struct server *server)
+{
+    struct stat info;
+    return lstat(server->path, &info) == 0 && info.st_ino == server->inode;
+}
+
 static uint64_t next_end_ns(const struct server *server)
 {
-    uint64_t next = server->daemon == NULL ? server->until_ns : UINT64_MAX;
+    uint64_t look_ns = after_ms(LOOK_MS);
+    uint64_t next = server->until_ns < look_ns ? server->until_ns : look_ns;
+    next = server->daemon == NULL ? next : UINT64_MAX;
     for (uint32_t i = 0; i < CONNECTION_COUNT; i++) {
         const struct connection *connection = &server->connections[i];
         if (connection->fd >= 0 && connection != server->daemon && connection->until_ns < next) {
@@ -281,8 +293,8 @@ static void time_passes(struct server *server)
         connected = connected || connection->fd >= 0;
     }
     /* Until the first daemon has come, and then whenever one may come again for what is here. */
-    if (!connected &&
-        (now >= server->until_ns || (server->file_count == 0 && server->hold_ms != UINT64_MAX))) {
+    bool needless = server->file_count == 0 && server->hold_ms != UINT64_MAX;
+    if (!connected && (now >= server->until_ns || needless || !is_reachable(server))) {
         server->ended = true;
     }
 }
@@ -396,10 +408,13 @@ int kvk_keeper_main(const char *socket_path, uint64_t hold_ms)
     (void)signal(SIGINT, SIG_IGN);
     (void)signal(SIGHUP, SIG_IGN);
     (void)signal(SIGPIPE, SIG_IGN);
-    struct server server = {.listener = listen_at(&address), .hold_ms = UINT64_MAX};
-    if (server.listener < 0) {
+    struct stat info;
+    struct server server = {
+        .path = socket_path, .listener = listen_at(&address), .hold_ms = UINT64_MAX};
+    if (server.listener < 0 || lstat(socket_path, &info) != 0) {
         return EXIT_FAILURE;
     }
+    server.inode = info.st_ino;
     if (socket_path[0] == '/') {
         (void)!chdir("/"); /* no file system is kept busy */
     }
@@ -413,7 +428,9 @@ int kvk_keeper_main(const char *socket_path, uint64_t hold_ms)
     if (server.files != NULL && server.hashes != NULL) {
         serve(&server);
     }
-    (void)unlink(socket_path); /* first: who comes now finds nobody and starts another */
+    if (is_reachable(&server)) {
+        (void)unlink(socket_path); /* first: who comes now finds nobody and starts another */
+    }
     files_forget(&server);
     free(server.files);
     free(server.hashes);

@@ -66,6 +66,7 @@ huge_pages = no
 
 [durable]
 folder = {folder}/durable
+keeper = no
 
 [tenant red]
 [tenant blue]

@@ -248,6 +248,17 @@ Test(keeper, ends_when_no_daemon_ever_comes, .fini = process_stop)
     cr_assert(process_ended_within(2000));
 }
 
+Test(keeper, ends_when_nobody_can_find_it_any_more, .fini = process_stop)
+{
+    process_start(60000);
+    struct kvk_keeper *keeper = connect_with(60000);
+    put(keeper, "kvk-a", "one");
+    (void)unlink(path);
+    cr_assert(!process_ended_within(2500)); /* the daemon that has it goes on */
+    kvk_keeper_disconnect(keeper);
+    cr_assert(process_ended_within(5000));
+}
+
 Test(keeper, outlives_the_signals_of_a_terminal, .fini = process_stop)
 {
     struct taken taken;
