@@ -12,15 +12,13 @@
  *
  *     test_crash_crash [--rounds N] [--seed N]
  */
+#include "tests/daemon_load.h"
 #include "tests/daemon_restart.h"
 
 #define MIB (UINT64_C(1) << 20)
 
 enum {
     WORKERS = 3,
-    DOCUMENTS = 40,
-    DOCUMENT_TOKENS = 64,
-    SHARED_TOKENS = 16, /* the first of each four documents */
     OWNED_DOCUMENTS = 10,
     FORGET_EVERY = 5, /* rounds */
     FILL_EVERY = 3,
@@ -30,141 +28,17 @@ enum {
 static const char *const tenants[] = {"red", "blue"};
 
 struct shared {
-    char target[96];
-    _Atomic bool going;             /* the daemon is about to be killed: calls may fail */
-    _Atomic uint64_t began, sealed; /* sequences, by all workers since the start */
-    _Atomic uint64_t swapped, invalidated, refused;
+    struct load load;
+    _Atomic uint64_t invalidated;
     _Atomic uint64_t sent_epoch, answered_epoch; /* of the owned space */
     uint64_t round, seed;
     uint64_t checked_tokens, hit_tokens, documents_hit; /* by the verifier, this round */
     struct look look;
 };
 static struct shared *shared;
-static struct prompt prompt; /* each process's own */
-static uint32_t me;          /* which worker */
+static uint32_t me; /* which worker */
 
-/* ---- what workers write ---- */
-
-/* Four documents share their first tokens. */
-static void document(uint32_t number, uint64_t tokens)
-{
-    prompt.count = 0;
-    for (uint32_t i = 0; i < tokens; i++) {
-        uint32_t base = i < SHARED_TOKENS ? number / 4 * 100000 : number * 100000 + 50000;
-        prompt_add(&prompt, base + i + 1);
-    }
-}
-
-/* A call that may fail only while the daemon goes, or for want of room. True: go on. */
-static bool went_well(enum kvk_status status, const char *what)
-{
-    if (status == KVK_OK) {
-        return true;
-    }
-    if (atomic_load(&shared->going)) {
-        exit(0); /* killed soon anyway */
-    }
-    CHECK(status == KVK_EXHAUSTED, "%s: %s [%s]", what, self.error.text,
-          kvk_cause_name(self.error.cause));
-    atomic_fetch_add(&shared->refused, 1);
-    pause_us(500);
-    return false;
-}
-
-static bool map_tier(uint8_t tier)
-{
-    struct kvkeep_map *map = &self.maps[tier];
-    return map->address != NULL ||
-           went_well(kvkeep_map_slots(self.session, &self.space, 0, 0, (enum kvkeep_tier)tier,
-                                      false, map, &self.error),
-                     "MapMemory");
-}
-
-static bool map_all(const struct kvkeep_sequence *sequence)
-{
-    for (uint64_t i = 0; i < sequence->groups[0].count; i++) {
-        if (!map_tier(sequence->groups[0].tiers[i])) {
-            return false;
-        }
-    }
-    return true;
-}
-
-static void worker_swap(struct kvkeep_sequence *sequence, struct kvk_random *random)
-{
-    if (!went_well(kvkeep_swap_out(self.session, sequence, NULL, &self.error), "SwapOut")) {
-        return;
-    }
-    pause_us(kvk_random_below(random, 2000));
-    if (went_well(kvkeep_swap_in(self.session, sequence, NULL, &self.error), "SwapIn") &&
-        map_all(sequence)) {
-        worker_verify(sequence, &prompt, 0, sequence->sealed_tokens);
-        atomic_fetch_add(&shared->swapped, 1);
-    }
-}
-
-static void worker_grow(struct kvkeep_sequence *sequence, struct kvk_random *random)
-{
-    uint32_t tokens[8];
-    uint32_t count = 1 + (uint32_t)kvk_random_below(random, 8);
-    for (uint32_t i = 0; i < count; i++) {
-        tokens[i] = (uint32_t)kvk_random_below(random, 3) + 7;
-    }
-    if (!went_well(kvkeep_append(self.session, sequence, tokens, count, false, &self.error),
-                   "Append") ||
-        !map_all(sequence)) {
-        return;
-    }
-    for (uint32_t i = 0; i < count; i++) {
-        prompt_add(&prompt, tokens[i]);
-    }
-    worker_write(sequence, &prompt, sequence->grant_first, prompt.count);
-    (void)went_well(kvkeep_seal(self.session, sequence, prompt.count, false, &self.error), "Seal");
-}
-
-static void worker_forks(struct kvkeep_sequence *sequence)
-{
-    struct kvkeep_sequence fork_of;
-    if (went_well(kvkeep_fork(self.session, sequence, 1, &fork_of, &self.error), "Fork")) {
-        (void)went_well(kvkeep_close(self.session, &fork_of, &self.error), "Close");
-    }
-}
-
-/* One sequence's life; `tokens` of a document that prompt holds. */
-static void one_life(struct kvk_random *random)
-{
-    struct kvkeep_sequence sequence;
-    if (!went_well(worker_try_open(&prompt, NULL, &sequence), "OpenSequence")) {
-        return;
-    }
-    atomic_fetch_add(&shared->began, 1);
-    if (map_all(&sequence)) {
-        worker_verify(&sequence, &prompt, 0, sequence.cached_tokens);
-        worker_write(&sequence, &prompt, sequence.grant_first, prompt.count);
-        if (went_well(kvkeep_seal(self.session, &sequence, prompt.count, false, &self.error),
-                      "Seal")) {
-            atomic_fetch_add(&shared->sealed, 1);
-            uint64_t what = kvk_random_below(random, 6);
-            if (what == 0) {
-                worker_swap(&sequence, random);
-            } else if (what == 1) {
-                worker_grow(&sequence, random);
-            } else if (what == 2) {
-                worker_forks(&sequence);
-            }
-        }
-    }
-    while (!went_well(kvkeep_close(self.session, &sequence, &self.error), "Close")) {
-    }
-}
-
-static void open_worker(const char *tenant, const char *model)
-{
-    if (self.client == NULL) {
-        worker_open(&(struct worker_options){
-            .target = shared->target, .tenant = tenant, .model = model, .timeout_ms = 20000});
-    }
-}
+/* ---- workers ---- */
 
 static void works(void *number)
 {
@@ -321,7 +195,7 @@ static void fills(void *unused)
 static void forgets_all(void *unused)
 {
     (void)unused;
-    worker_connect(&(struct worker_options){.target = shared->target, .timeout_ms = 20000});
+    worker_connect(&(struct worker_options){.target = load->target, .timeout_ms = 20000});
     for (int i = 0; i < 2; i++) {
         worker_forget_all(tenants[i]);
     }
@@ -403,7 +277,7 @@ static void one_round(struct durable_daemon *durable, struct kvk_random *random)
 {
     static const char *const names[WORKERS] = {"worker 0", "worker 1", "worker 2"};
     struct agent agents[WORKERS + 2] = {{.name = "owner"}, {.name = "scribbler"}};
-    atomic_store(&shared->going, false);
+    atomic_store(&load->going, false);
     agent_start(&agents[0], "owner", NULL);
     agent_begin(&agents[0], owns, NULL);
     agent_start(&agents[1], "scribbler", NULL);
@@ -414,9 +288,9 @@ static void one_round(struct durable_daemon *durable, struct kvk_random *random)
     }
     pause_us(100000 + kvk_random_below(random, 700000));
     check_disk(durable);
-    atomic_store(&shared->going, true);
+    atomic_store(&load->going, true);
     durable_kill(durable);
-    uint64_t hit_before = atomic_load(&shared->sealed);
+    uint64_t hit_before = atomic_load(&load->sealed);
     end_agents(agents, 1);
     end_agents(agents + 2, WORKERS);
 
@@ -448,6 +322,7 @@ int main(int argc, char **argv)
     uint64_t seed = option_number(argc, argv, "--seed", now_us());
     test_begin((unsigned)(120 + rounds * 20));
     shared = shared_alloc(sizeof(*shared));
+    load = &shared->load;
     shared->seed = seed;
     (void)printf("            %llu rounds, --seed %llu\n", (unsigned long long)rounds,
                  (unsigned long long)seed);
@@ -462,7 +337,7 @@ int main(int argc, char **argv)
                                         .keeper = true,
                                         .rest = rest};
     durable_configure(&durable, &setup);
-    memcpy(shared->target, durable.daemon.target, sizeof(shared->target));
+    memcpy(load->target, durable.daemon.target, sizeof(load->target));
     memcpy(shared->look.target, durable.daemon.target, sizeof(shared->look.target));
 
     phase("killed under load and while it starts");
@@ -480,11 +355,11 @@ int main(int argc, char **argv)
     durable_end(&durable);
     (void)printf("            %llu sequences, %llu sealed, %llu swapped, %llu invalidations, %llu "
                  "refusals\n",
-                 (unsigned long long)atomic_load(&shared->began),
-                 (unsigned long long)atomic_load(&shared->sealed),
-                 (unsigned long long)atomic_load(&shared->swapped),
+                 (unsigned long long)atomic_load(&load->began),
+                 (unsigned long long)atomic_load(&load->sealed),
+                 (unsigned long long)atomic_load(&load->swapped),
                  (unsigned long long)atomic_load(&shared->invalidated),
-                 (unsigned long long)atomic_load(&shared->refused));
+                 (unsigned long long)atomic_load(&load->refused));
     CHECK(hit_documents > rounds, "hardly anything outlived the daemon: %llu hits",
           (unsigned long long)hit_documents);
     phase("passed");
