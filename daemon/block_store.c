@@ -515,7 +515,9 @@ static enum kvk_gone_reason own_reason(const struct kvk_cache *cache, uint32_t i
                                        const struct kvk_block *block)
 {
     if (!is_current(cache, id, block)) {
-        return KVK_GONE_INVALIDATED;
+        const struct kvk_tenant *tenant = kvk_group_of(cache, block)->space->tenant;
+        return kvk_tenant_state_of(cache, tenant)->forgetting ? KVK_GONE_FORGOTTEN
+                                                              : KVK_GONE_INVALIDATED;
     }
     return block->tier_mask == 0 ? KVK_GONE_DAMAGED : KVK_GONE_NONE;
 }

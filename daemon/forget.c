@@ -317,6 +317,9 @@ enum kvk_status kvk_tenant_forget(struct kvk_cache *cache, const struct kvk_call
     }
     kvk_lock(&cache->lock);
     enum kvk_status status = forget_drops(cache, caller, tenant, counts, error);
+    if (status == KVK_OK) {
+        kvk_mrc_end(cache, tenant);
+    }
     kvk_unlock(&cache->lock);
     if (status == KVK_OK) {
         kvk_usage_forget_unlocked(cache, tenant);

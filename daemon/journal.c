@@ -29,8 +29,6 @@ const char *kvk_gone_reason_name(enum kvk_gone_reason reason)
         return "forgotten";
     case KVK_GONE_LIMIT:
         return "limit";
-    case KVK_GONE_DISK:
-        return "disk";
     }
     return "none";
 }

@@ -29,13 +29,12 @@ enum kvk_gone_reason {
     KVK_GONE_IDLE = 2,        /* not used for as long as its tenant or space allows */
     KVK_GONE_QUOTA = 3,       /* its own tenant's limit was reached */
     KVK_GONE_INVALIDATED = 4, /* by a call */
-    KVK_GONE_DAMAGED = 5,     /* its bytes did not match their checksum */
+    KVK_GONE_DAMAGED = 5,     /* its bytes could not be read, or did not match */
     KVK_GONE_ABORTED = 6,     /* it was opened, but its writer went before it was sealed */
     KVK_GONE_FORGOTTEN = 7,   /* its tenant was deleted */
     KVK_GONE_LIMIT = 8,       /* all block records of the configuration were in use */
-    KVK_GONE_DISK = 9,        /* its place on disk was lost: an error there, or no space */
 };
-#define KVK_GONE_REASON_COUNT 10
+#define KVK_GONE_REASON_COUNT 9
 
 const char *kvk_gone_reason_name(enum kvk_gone_reason reason); /* "evicted", never NULL */
 

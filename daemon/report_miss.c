@@ -399,11 +399,11 @@ static void say_gone(struct words *words, const struct kvk_miss_report *report)
         [KVK_GONE_IDLE] = "went because it was idle for too long",
         [KVK_GONE_QUOTA] = "went because its tenant's limit was reached",
         [KVK_GONE_INVALIDATED] = "was invalidated",
-        [KVK_GONE_DAMAGED] = "was dropped because its bytes did not match their checksum",
+        [KVK_GONE_DAMAGED] =
+            "was dropped because its bytes could not be read, or did not match their checksum",
         [KVK_GONE_ABORTED] = "was begun, but its writer ended before it was sealed",
         [KVK_GONE_FORGOTTEN] = "went with its tenant's data",
         [KVK_GONE_LIMIT] = "went because all block records ([limits] blocks) were in use",
-        [KVK_GONE_DISK] = "was lost with its place on disk",
     };
     const struct kvk_gone *gone = &report->gone;
     say(words, "it %s ", reasons[gone->reason]);

@@ -458,6 +458,7 @@ Test(disk, a_read_that_fails_is_a_miss)
     stage_verify(&on.stage, reply.sequence_id, 0, reply.cached_tokens, 7);
     cr_assert_geq(stage_stats(&on.stage).disk_read_failures, 1);
     stage_close(&on.stage, reply.sequence_id);
+    cr_expect_geq(on.stage.house.cache->journal.counts[KVK_GONE_DAMAGED], 1);
     stage_check(&on.stage);
     disk_stage_stop(&on);
 }

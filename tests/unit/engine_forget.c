@@ -165,6 +165,9 @@ Test(forget, nothing_of_it_is_left_and_nothing_of_others_is_touched)
     cr_assert_eq(files_scan(&files, pattern_of(0)), 0, "no byte is left in any file of it");
     cr_assert_eq(party.house.cache->tiers[HOST].guaranteed_bytes, 0, "nor a guarantee");
 
+    cr_assert_gt(party.house.cache->journal.counts[KVK_GONE_FORGOTTEN], 0);
+    cr_assert_eq(party.house.cache->mrcs.count, 1, "nor what was learned of it");
+
     cr_assert_eq(files_scan(&others, pattern_of(1)), written_by_other);
     cr_assert_eq(party_cached(&party, 1, 0, 10), 10);
     for (const struct kvk_space *space = party.house.cache->spaces; space != NULL;
