@@ -9,7 +9,7 @@ packages=(
     libxxhash-dev liblmdb-dev liburing-dev libssl-dev libjansson-dev libmicrohttpd-dev zlib1g-dev
     libunistring-dev
 )
-test_packages=(libcriterion-dev fio clang-format clang-tidy python3 python3-venv chromium)
+test_packages=(libcriterion-dev spin gdb fio clang-format clang-tidy python3 python3-venv chromium)
 
 if [[ "${1:-}" == "--test" ]]; then
     packages+=("${test_packages[@]}")
