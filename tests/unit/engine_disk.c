@@ -635,6 +635,7 @@ Test(disk, a_chain_longer_than_the_disk_does_not_chase_its_tail)
     cr_assert_leq(disk_blocks(&on), 50);
     cr_assert_geq(disk_blocks(&on), 45);
     cr_assert_leq(stage_stats(&on.stage).disk_written_blocks, 50);
+    cr_assert_eq(stage_stats(&on.stage).evictions[DISK], 0, "its own end is not worth less");
     disk_stage_stop(&on);
 }
 
