@@ -347,7 +347,7 @@ static enum kvk_status open_new_drops(struct kvk_cache *cache, const struct kvk_
     kvk_unlock(&cache->lock);
     status = space_create_unlocked(cache, tenant, request, identity, identity_size, id, 1, &space,
                                    error);
-    if (status == KVK_OK) {
+    if (status == KVK_OK && space != NULL) {
         space->constant_hash = constant_hash;
         space->recorded = kvk_persist_record_unlocked(cache, space); /* before anybody finds it */
     }
