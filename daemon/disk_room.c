@@ -13,6 +13,7 @@
 #define FULL_NS (5 * KVK_NS_PER_SECOND) /* before a full file system is asked for extents again */
 #define HAND_SLOTS 1024                 /* that one search looks at */
 #define TREE_VISITS_MAX 4096
+#define ANCESTORS_MAX 256
 #define AHEAD_SHARE 32 /* of all slots so many are made free before they are needed */
 
 /* ---- Leaving ---- */
@@ -113,28 +114,45 @@ static bool may_drop(const struct kvk_group *group, const struct kvk_block *bloc
 
 /* A copy of a block that is in memory too, where every copy on disk is: looked for by a hand that
  * goes round. */
-static uint32_t hand_victim(struct kvk_cache *cache, struct kvk_group *group)
+static uint32_t hand_victim(struct kvk_cache *cache, struct kvk_group *group, uint32_t keep)
 {
     const struct kvk_group_tier *at = &group->tiers[KVK_TIER_DISK];
     uint32_t slots = at->arena.place_fresh * at->arena.slab_slots;
     for (uint32_t i = 0; i < slots && i < HAND_SLOTS; i++) {
         group->disk->hand = group->disk->hand + 1 < slots ? group->disk->hand + 1 : 0;
         uint32_t owner = at->owners[group->disk->hand];
-        if (owner != 0 && may_drop(group, kvk_index_block(cache->index, owner - 1))) {
+        if (owner != 0 && owner - 1 != keep &&
+            may_drop(group, kvk_index_block(cache->index, owner - 1))) {
             return owner - 1;
         }
     }
     return KVK_BLOCK_NONE;
 }
 
+/* The block on disk that the candidate would hang from there: it stays, or the candidate could not
+ * come, and the two would drive each other out for ever. */
+static uint32_t ancestor_on_disk(const struct kvk_cache *cache, const struct kvk_group *group,
+                                 const struct kvk_block *candidate)
+{
+    uint32_t id = group->windowed ? KVK_BLOCK_NONE : candidate->parent;
+    for (uint32_t i = 0; i < ANCESTORS_MAX && id != KVK_BLOCK_NONE; i++) {
+        const struct kvk_block *block = kvk_index_block(cache->index, id);
+        if (kvk_disk_is_on_disk(block)) {
+            return id;
+        }
+        id = block->parent;
+    }
+    return KVK_BLOCK_NONE;
+}
+
 /* Of two blocks of one request the deeper goes first, so no chain chases its own tail. */
 static bool evict_one(struct kvk_cache *cache, struct kvk_group *group,
-                      const struct kvk_block *candidate)
+                      const struct kvk_block *candidate, uint32_t keep)
 {
     uint32_t victim =
         kvk_evict_queue_peek(&group->tiers[KVK_TIER_DISK].queue, kvk_policy_now(cache), NULL);
-    if (victim == KVK_BLOCK_NONE) {
-        victim = hand_victim(cache, group);
+    if (victim == KVK_BLOCK_NONE || victim == keep) {
+        victim = hand_victim(cache, group, keep);
     }
     if (victim == KVK_BLOCK_NONE ||
         kvk_index_block(cache->index, victim)->order >= candidate->order) {
@@ -224,7 +242,7 @@ static void slab_claim(struct kvk_cache *cache, const struct kvk_group *group)
     uint32_t victim =
         kvk_evict_queue_peek(&giver->tiers[KVK_TIER_DISK].queue, kvk_policy_now(cache), NULL);
     if (victim == KVK_BLOCK_NONE) {
-        victim = hand_victim(cache, giver);
+        victim = hand_victim(cache, giver, KVK_BLOCK_NONE);
     }
     if (victim != KVK_BLOCK_NONE) {
         uint32_t slot = kvk_index_block(cache->index, victim)->slot[KVK_TIER_DISK];
@@ -240,8 +258,9 @@ void kvk_disk_evict(struct kvk_cache *cache, struct kvk_group *group, uint32_t c
         cache->tiers[KVK_TIER_DISK].pool.limit_bytes / group->tiers[KVK_TIER_DISK].arena.slot_bytes;
     uint64_t count = slots / AHEAD_SHARE + 1;
     count = count < KVK_DISK_BATCH_BLOCKS ? count : KVK_DISK_BATCH_BLOCKS;
+    uint32_t keep = ancestor_on_disk(cache, group, block);
     for (uint32_t i = 0; i < count && slots_to_have(cache, group) < count; i++) {
-        if (!evict_one(cache, group, block)) {
+        if (!evict_one(cache, group, block, keep)) {
             break;
         }
     }
@@ -287,7 +306,7 @@ static uint32_t tenant_victim(struct kvk_cache *cache, const struct kvk_tenant_s
          space = space->tenant_next) {
         for (uint32_t g = 0; g < space->group_count && victim == KVK_BLOCK_NONE; g++) {
             if (space->groups[g]->tiers[KVK_TIER_DISK].present) {
-                victim = hand_victim(cache, space->groups[g]);
+                victim = hand_victim(cache, space->groups[g], KVK_BLOCK_NONE);
             }
         }
     }

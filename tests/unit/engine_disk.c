@@ -639,6 +639,28 @@ Test(disk, a_chain_longer_than_the_disk_does_not_chase_its_tail)
     disk_stage_stop(&on);
 }
 
+/* The next turn of a chat whose first turns fill the disk: they are what it hangs from. */
+Test(disk, a_chain_that_grows_does_not_drive_itself_out)
+{
+    struct disk_stage on;
+    uint32_t tokens[400];
+    disk_stage_init(&on);
+    disk_stage_start(&on, 0, 200, 50);
+    house_tokens(tokens, 400, 1000);
+    stage_cache(&on.stage, tokens, 200, 1);
+    disk_rounds(&on);
+    uint64_t before = disk_blocks(&on);
+    cr_assert_geq(before, 48);
+    for (uint32_t turn = 0; turn < 4; turn++) {
+        stage_cache(&on.stage, tokens, 240 + 40 * turn, 1);
+        disk_rounds(&on); /* comes to rest */
+        cr_assert_geq(disk_blocks(&on), before);
+    }
+    cr_assert_leq(stage_stats(&on.stage).evictions[DISK], 4);
+    cr_assert_leq(stage_stats(&on.stage).disk_written_blocks, 54);
+    disk_stage_stop(&on);
+}
+
 /* ---- D4 ---- */
 
 Test(disk, d4_a_host_tier_full_of_leases)
