@@ -176,6 +176,26 @@ def test_files_are_the_users_alone(lasting):
             assert mode & 0o077 == 0, f"{root}/{name} {mode:o}"
 
 
+def test_a_doubtful_catalogue_is_checked_and_a_cut_one_refused(lasting, folder):
+    worker = Worker(lasting.daemon)
+    space = open_space(worker, model=b"kept")
+    lasting.end(kill=True)
+    catalogue = lasting.durable / "catalogue"
+    assert not (catalogue / "opening").exists(), "what was read at the start is trusted"
+    (catalogue / "opening").touch()
+    lasting.start()
+    assert "catalogue_probed" in lasting.daemon.log.read_text()
+    worker = Worker(lasting.daemon)
+    assert open_space(worker, model=b"kept").space_id == space.space_id
+    lasting.end(kill=True)
+    whole = (catalogue / "data.mdb").read_bytes()
+    os.truncate(catalogue / "data.mdb", len(whole) // 2)
+    code, text = run_once(lasting.config, folder)
+    assert code == 1 and "durable.folder: the catalogue is damaged" in text
+    (catalogue / "data.mdb").write_bytes(whole)
+    lasting.start()
+
+
 # ---- spaces ----
 
 

@@ -89,6 +89,21 @@ Test(faults, every_commit_is_synced)
     shelf_finish(&shelf);
 }
 
+/* While nothing can be written: what is taken, what is refused, what is read. */
+static void check_failing(struct shelf *shelf, uint64_t *ticket)
+{
+    struct block_example example;
+    example_block(&example, 1, 0, 2, 1);
+    cr_assert_eq(kvk_catalogue_block_put(shelf->catalogue, &example.record, NULL), KVK_EXHAUSTED);
+    cr_assert_eq(kvk_catalogue_block_remove(shelf->catalogue, 1, 0, 5, ticket), KVK_OK,
+                 "a removal is taken as long as there is room");
+    const struct kvk_space_generation next = {1, 100};
+    cr_assert_neq(kvk_catalogue_set_generations(shelf->catalogue, &next, 1, &shelf->error), KVK_OK);
+    struct kvk_tenant_record tenant = example_tenant("t");
+    cr_assert_neq(kvk_catalogue_put_tenant(shelf->catalogue, &tenant, &shelf->error), KVK_OK);
+    cr_assert_eq(shelf_count_blocks(shelf, 1, 1), 1, "what was durable is read all the while");
+}
+
 static void fail_and_recover(_Atomic int *fault, int error)
 {
     struct shelf shelf;
@@ -111,16 +126,7 @@ static void fail_and_recover(_Atomic int *fault, int error)
     cr_assert(stats.failing);
     cr_assert_geq(stats.commit_failures, 1);
     cr_assert_eq(stats.queued, 2, "nothing is lost");
-    struct block_example example;
-    example_block(&example, 1, 0, 2, 1);
-    cr_assert_eq(kvk_catalogue_block_put(shelf.catalogue, &example.record, NULL), KVK_EXHAUSTED);
-    cr_assert_eq(kvk_catalogue_block_remove(shelf.catalogue, 1, 0, 5, &ticket), KVK_OK,
-                 "a removal is taken as long as there is room");
-    const struct kvk_space_generation next = {1, 100};
-    cr_assert_neq(kvk_catalogue_set_generations(shelf.catalogue, &next, 1, &shelf.error), KVK_OK);
-    struct kvk_tenant_record tenant = example_tenant("t");
-    cr_assert_neq(kvk_catalogue_put_tenant(shelf.catalogue, &tenant, &shelf.error), KVK_OK);
-    cr_assert_eq(shelf_count_blocks(&shelf, 1, 1), 1, "what was durable is read all the while");
+    check_failing(&shelf, &ticket);
 
     atomic_store(fault, 0);
     shelf_flush(&shelf);
