@@ -414,6 +414,30 @@ static enum kvk_status folders_take(struct kvk_catalogue *catalogue, const char 
     return status;
 }
 
+/* A file is there for sure after a power cut only once its folder was synced too: LMDB syncs what
+ * it writes, not the names of its files. From our folder up to that in which the caller's lies. */
+static enum kvk_status names_sync(const struct kvk_catalogue *catalogue, struct kvk_error *error)
+{
+    static const char *const above[] = {".", "..", "../.."};
+    int folder = open(catalogue->path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    bool synced = folder >= 0;
+    for (size_t i = 0; i < sizeof(above) / sizeof(above[0]) && synced; i++) {
+        int fd = openat(folder, above[i], O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        if (fd < 0 && errno == EACCES && i == 2) {
+            break; /* the place of the caller's folder is not ours to look after */
+        }
+        synced = fd >= 0 && fsync(fd) == 0;
+        if (fd >= 0) {
+            (void)close(fd);
+        }
+    }
+    int failed = errno;
+    if (folder >= 0) {
+        (void)close(folder);
+    }
+    return synced ? KVK_OK : kvk_catalogue_fail(catalogue, failed, "syncing names", error);
+}
+
 enum kvk_status kvk_catalogue_open_format(const struct kvk_catalogue_options *options,
                                           uint32_t format,
                                           const struct kvk_catalogue_migration *migrations,
@@ -441,6 +465,9 @@ enum kvk_status kvk_catalogue_open_format(const struct kvk_catalogue_options *op
     }
     if (status == KVK_OK) {
         status = environment_open(catalogue, error);
+    }
+    if (status == KVK_OK) {
+        status = names_sync(catalogue, error);
     }
     if (status == KVK_OK) {
         status = kvk_catalogue_format_settle(catalogue, format, migrations, migration_count, error);

@@ -347,6 +347,9 @@ static void image_try(struct told *told, const struct image_log *log, size_t rec
         tally->verified_blocks += told->verified_blocks;
         tally->old_blocks += told->old_blocks;
         tally->with_blocks += told->verified_blocks > 0 ? 1 : 0;
+        /* By then many blocks had long been written and recorded. */
+        CHECK(told->cut < told->invalidate_begin || told->verified_blocks > 0,
+              "what was durable is gone (mode %d, %zu records)", (int)mode, records);
         daemon_cut(&daemon);
     } else {
         refusal_check();
