@@ -100,7 +100,8 @@ def handler_seeds():
         made = calls(session)
         for name, index in numbers.items():
             seeds[f"{name}-{session}"] = step(index, made.get(name, b""))
-        life = ["Append", "Commit", "Fork", "SwapOut", "Attend", "SwapIn", "Pin", "Truncate", "Seal",
+        life = ["Append", "Commit", "Fork", "SwapOut", "Attend", "SwapIn", "Pin", "Truncate",
+                "Seal",
                 "MapMemory", "BeginTransfer", "EndTransfer", "ReadBlocks", "WriteBlocks",
                 "Invalidate", "Lookup", "Close", "GetOccupancy"]
         steps = [step(numbers[name], made.get(name, b"")) for name in life]

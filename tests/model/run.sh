@@ -4,8 +4,8 @@
 #
 #     tests/model/run.sh [--full]
 #
-# Without --full one reader is modelled (about a minute, half a GiB); with it also two (some minutes,
-# 2 GiB). The last line is "model: N passed, N failed"; exits with 1 if anything failed, with 77
+# Without --full one reader is modelled (about a minute, half a GiB); with it also two (some
+# minutes, 2 GiB). The last line is "model: N passed, N failed"; exits with 1 if anything failed, with 77
 # where spin or a C compiler is not installed.
 set -uo pipefail
 model=$(cd "$(dirname "$0")" && pwd)/block.pml
@@ -53,7 +53,8 @@ holds() {
     ./pan -m2000000 -n "$@" >pan.log 2>&1
     local states
     states=$(awk '/states, stored/ {print $1; exit}' pan.log)
-    if grep -q "errors: 0" pan.log && ! grep -qE "not completed|max search depth too small" pan.log; then
+    if grep -q "errors: 0" pan.log &&
+        ! grep -qE "not completed|max search depth too small" pan.log; then
         verdict "$name ($states states)" yes
     else
         verdict "$name" no
