@@ -40,7 +40,8 @@ void kvk_hints_apply(struct kvk_cache *cache, const struct kvk_space *space,
         }
         struct kvk_tenant_state *state = kvk_tenant_state_of(cache, space->tenant);
         const struct kvk_evict_share *share = &state->hint_share;
-        uint64_t bytes = kvk_group_of(cache, block)->block_bytes;
+        const struct kvk_group *group = kvk_group_of(cache, block);
+        uint64_t bytes = kvk_evict_kept_bytes(block, group->block_bytes, group->windowed);
         if (hint->kind == KVK_EVICT_HINT_LAST && block->hint != KVK_EVICT_HINT_LAST &&
             share->kept_bytes + bytes > share->limit_bytes) {
             state->usage.hints_left_out++;

@@ -432,7 +432,8 @@ void kvk_evict_queue_add(struct kvk_evict_queue *queue, uint32_t block)
     heap->count++;
     heap_rise(queue, heap, heap->count - 1, block, key_of(added, is_hint_heap(queue, heap)));
     if (added->hint == KVK_EVICT_HINT_LAST && queue->share != NULL) {
-        queue->share->kept_bytes += queue->block_bytes;
+        queue->share->kept_bytes +=
+            kvk_evict_kept_bytes(added, queue->block_bytes, queue->windowed);
     }
 }
 
@@ -447,8 +448,9 @@ void kvk_evict_queue_remove(struct kvk_evict_queue *queue, uint32_t block)
     removed->queue = NULL;
     removed->queue_index = UINT32_MAX;
     if (removed->hint == KVK_EVICT_HINT_LAST && queue->share != NULL) {
-        KVK_ASSERT(queue->share->kept_bytes >= queue->block_bytes);
-        queue->share->kept_bytes -= queue->block_bytes;
+        uint64_t bytes = kvk_evict_kept_bytes(removed, queue->block_bytes, queue->windowed);
+        KVK_ASSERT(queue->share->kept_bytes >= bytes);
+        queue->share->kept_bytes -= bytes;
     }
 
     heap->count--;

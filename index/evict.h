@@ -100,7 +100,9 @@ void kvk_evict_hint(struct kvk_evict *evict, struct kvk_block *block, enum kvk_e
 
 /* What the queues of one owner may keep by hints, all together. The owner's memory. */
 struct kvk_evict_share {
-    uint64_t kept_bytes; /* in KVK_EVICT_HINT_LAST lists; written by the queues */
+    uint64_t kept_bytes; /* in KVK_EVICT_HINT_LAST lists, and above them: a leaf that stays keeps
+                            all its ancestors (shared ones count once for each). Written by the
+                            queues */
     uint64_t limit_bytes;
 };
 
@@ -121,6 +123,7 @@ struct kvk_evict_queue {
     struct kvk_evict_heap heaps[KVK_EVICT_HEAP_COUNT]; /* by kvk_block.queue_class, or its hint */
     struct kvk_evict_share *share; /* borrowed, set after init; NULL: hints keep all they say */
     uint64_t block_bytes;          /* of one block, for the share */
+    bool windowed;                 /* a block keeps none above it, for the share */
     uint32_t **free_pages;         /* [page_count_max], ours; the first free_page_count are free */
     uint32_t free_page_count;
     uint32_t page_count;
@@ -144,6 +147,13 @@ void kvk_evict_queue_remove(struct kvk_evict_queue *queue, uint32_t block);
 /* The next victim, left in the queue; KVK_BLOCK_NONE where it is empty. `score` (may be NULL) is
  * comparable between queues of one kvk_evict: LRU: the age order; RP-cost: worth per byte. */
 uint32_t kvk_evict_queue_peek(struct kvk_evict_queue *queue, uint64_t now_ns, double *score);
+
+/* What the block would keep by a hint: itself and its ancestors. */
+static inline uint64_t kvk_evict_kept_bytes(const struct kvk_block *block, uint64_t block_bytes,
+                                            bool windowed)
+{
+    return windowed ? block_bytes : block_bytes * (block->position + UINT64_C(1));
+}
 
 /* The block that was not used for longest, and when it was; KVK_BLOCK_NONE where it is empty. Hints
  * are no hindrance. */

@@ -165,6 +165,38 @@ Test(hint, hints_cannot_keep_more_than_their_share)
     party_stop(&party);
 }
 
+/* What was hinted while it was held counts from when it is let go. */
+Test(hint, what_is_past_the_share_goes_like_any_other)
+{
+    struct party party;
+    uint32_t tokens[160];
+    struct kvk_sequence_reply reply;
+    struct kvk_tables tables = {.part_count = 0};
+    party_of_one(&party, 40, 0);
+    const struct kvk_priority_hint hint = {
+        .token_count = 160, .priority = 100, .duration_ms = 3600000};
+    struct kvk_open_request request = {.session_id = party.sessions[0],
+                                       .space_id = party.spaces[0],
+                                       .prompt = prompt_of(tokens, 7, 40, &hint, 1),
+                                       .tier = -1};
+    cr_assert_eq(kvk_sequence_open(party.house.cache, &party.house.caller, &request, &reply,
+                                   &tables, &party.house.error),
+                 KVK_OK, "%s", party.house.error.text);
+    house_seal(&party.house, party.sessions[0], reply.sequence_id, 160);
+    house_close(&party.house, party.sessions[0], reply.sequence_id);
+    for (uint32_t i = 0; i < 40; i++) {
+        seconds(&party, 1 + i);
+        party_store(&party, 0, 100 + i, 1);
+        touch(&party, 100 + i, 1, 50, 1);
+    }
+    uint64_t kept =
+        party.house.cache->tenant_states[party_tenant(&party, 0)->index].hint_share.kept_bytes;
+    cr_assert_leq(kept, 10 * BLOCK, "%llu", (unsigned long long)kept);
+    kvk_tables_finish(&tables);
+    kvk_cache_check(party.house.cache);
+    party_stop(&party);
+}
+
 /* Against a plain list: stay, go and neutral, random times, LRU within. */
 Test(hint, victims_are_those_of_a_plain_model)
 {

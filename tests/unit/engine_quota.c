@@ -307,6 +307,51 @@ Test(quota, a_guarantee_counts_what_hangs_below)
     party_stop(&party);
 }
 
+/* What runs takes from who is above his guarantee, and not a block more. */
+Test(quota, running_sequences_take_no_more_than_is_spare)
+{
+    struct party party;
+    struct kvk_sequence_reply reply;
+    party_init(&party, 2);
+    party_quota(&party, 0)->guaranteed_bytes[DEVICE] = 190 * BLOCK;
+    party_start(&party, 256, 0); /* slabs of four slots */
+    for (uint32_t i = 0; i < 10; i++) {
+        party_store(&party, 0, i, 20);
+    }
+    enum kvk_status status = KVK_OK;
+    uint32_t opened = 0;
+    for (uint32_t i = 0; status == KVK_OK; i++) {
+        status = party_try_open(&party, 1, i, 1, &reply);
+        opened += status == KVK_OK ? 1 : 0;
+        cr_assert_geq(party_blocks(&party, 0, DEVICE), 190, "after %u", opened);
+    }
+    cr_assert_eq(status, KVK_EXHAUSTED);
+    cr_assert_geq(opened, 60, "whole slabs of what is spare are had: %u", opened);
+    kvk_cache_check(party.house.cache);
+    party_stop(&party);
+}
+
+/* None of them is far above its share, and still together they have what is the owner's. */
+Test(quota, many_small_borrowers_give_back_too)
+{
+    struct party party;
+    party_init(&party, 35);
+    party_quota(&party, 0)->guaranteed_bytes[DEVICE] = 30 * BLOCK;
+    party_start(&party, 64, 0);
+    for (uint32_t i = 0; i < 2; i++) {
+        for (uint32_t t = 1; t < 35; t++) {
+            party_store(&party, t, i, 1);
+        }
+    }
+    for (uint32_t i = 0; i < 30; i++) {
+        party_store(&party, 0, i, 1);
+    }
+    cr_assert_eq(party_cached(&party, 0, 0, 30), 30);
+    cr_assert_eq(party_usage(&party, 0).evictions[DEVICE], 0);
+    kvk_cache_check(party.house.cache);
+    party_stop(&party);
+}
+
 Test(quota, active_work_of_others_leaves_room_for_what_is_guaranteed)
 {
     struct party party;
