@@ -170,11 +170,10 @@ static void check_copies(const struct kvk_facts *facts, struct kvk_doctor_report
     }
     struct kvk_finding *finding =
         find(report, "copy_failures", KVK_SEVERITY_WARNING, "Copies between tiers failed");
+    unsigned long long moved = facts->stats.demoted_blocks + facts->stats.promoted_blocks +
+                               facts->stats.swapped_out_blocks + facts->stats.swapped_in_blocks;
     evidence(finding, "%llu since the start, of %llu blocks that were moved.",
-             (unsigned long long)facts->stats.copy_failures,
-             (unsigned long long)(facts->stats.demoted_blocks + facts->stats.promoted_blocks +
-                                  facts->stats.swapped_out_blocks +
-                                  facts->stats.swapped_in_blocks));
+             (unsigned long long)facts->stats.copy_failures, moved);
     action(finding, "The log says which device refused. What was to be copied stayed where it "
                     "was, or counts as a miss.");
 }

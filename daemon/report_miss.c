@@ -478,10 +478,10 @@ static void sentence_make(struct kvk_miss_report *report)
             (unsigned long long)report->missing_block);
         return;
     }
+    unsigned long long first_token = report->missing_block * report->block_tokens;
     say(&words, "%llu tokens are cached. Block %llu of the chain (tokens %llu to %llu",
         (unsigned long long)report->cached_tokens, (unsigned long long)report->missing_block,
-        (unsigned long long)(report->missing_block * report->block_tokens),
-        (unsigned long long)((report->missing_block + 1) * report->block_tokens - 1));
+        first_token, first_token + report->block_tokens - 1);
     if (report->group > 0) {
         say(&words, ", layer group %u", report->group);
     }

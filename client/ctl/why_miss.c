@@ -30,7 +30,7 @@ static bool token_add(struct prompt *prompt, unsigned long long token)
     }
     if (prompt->count == prompt->capacity) {
         size_t wider = prompt->capacity == 0 ? 4096 : 2 * prompt->capacity;
-        uint8_t *moved = realloc(prompt->tokens, wider * sizeof(uint32_t));
+        void *moved = realloc(prompt->tokens, wider * sizeof(uint32_t));
         if (moved == NULL) {
             return false;
         }
