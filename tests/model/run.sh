@@ -5,8 +5,8 @@
 #     tests/model/run.sh [--full]
 #
 # Without --full one reader is modelled (about a minute, half a GiB); with it also two (some
-# minutes, 2 GiB). The last line is "model: N passed, N failed"; exits with 1 if anything failed, with 77
-# where spin or a C compiler is not installed.
+# minutes, 2 GiB). The last line is "model: N passed, N failed"; exits with 1 if anything failed,
+# with 77 where spin or a C compiler is not installed.
 set -uo pipefail
 model=$(cd "$(dirname "$0")" && pwd)/block.pml
 
