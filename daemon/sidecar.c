@@ -57,10 +57,10 @@ uint64_t kvk_sidecar_sum(const struct kvk_sidecar *sidecar, uint32_t number)
     return sum != 0 ? sum : 1;
 }
 
+/* An exchange, since nothing written after it may be seen before it. */
 static void entry_close(struct kvk_sidecar_entry *entry)
 {
-    __atomic_store_n(&entry->checksum, 0, __ATOMIC_RELAXED);
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    (void)__atomic_exchange_n(&entry->checksum, 0, __ATOMIC_ACQ_REL);
 }
 
 static void entry_open(const struct kvk_sidecar *sidecar, uint32_t number)
