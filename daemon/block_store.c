@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "base/assert.h"
+#include "daemon/block_slots.h"
 #include "daemon/sidecar.h"
 
 /* ---- What a block is counted as, in block.flags ---- */
@@ -138,12 +139,6 @@ static uint64_t *kind_counter(struct kvk_tier_state *tier, enum kind kind)
     return NULL;
 }
 
-static void bytes_sub(uint64_t *counter, uint64_t bytes)
-{
-    KVK_ASSERT(*counter >= bytes);
-    *counter -= bytes;
-}
-
 static void bound_count(struct kvk_cache *cache, const struct kvk_group *group, uint8_t flags,
                         bool add)
 {
@@ -162,7 +157,7 @@ static void bound_count(struct kvk_cache *cache, const struct kvk_group *group, 
             }
         } else {
             if (counter != NULL) {
-                bytes_sub(counter, group->block_bytes);
+                kvk_bytes_sub(counter, group->block_bytes);
             }
         }
     }
@@ -179,7 +174,7 @@ static void count_as(struct kvk_cache *cache, struct kvk_group *group, struct kv
     uint8_t state_before = before & COUNTED_STATE;
     uint8_t state_now = now & COUNTED_STATE;
     if (state_before != KVK_BLOCK_FREE) {
-        bytes_sub(&group->state_counts[state_before], 1);
+        kvk_bytes_sub(&group->state_counts[state_before], 1);
     }
     if (state_now != KVK_BLOCK_FREE) {
         group->state_counts[state_now]++;
@@ -278,158 +273,6 @@ static void parent_update(struct kvk_cache *cache, uint32_t parent)
     }
 }
 
-/* ---- Slots ---- */
-
-static void used_add(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier)
-{
-    struct kvk_tier_state *state = &cache->tiers[tier];
-    uint64_t bytes = group->tiers[tier].arena.slot_bytes;
-    kvk_usage_advance(cache, group->space->tenant, tier);
-    group->tiers[tier].used_bytes += bytes;
-    state->used_bytes += bytes;
-    state->tenant_bytes[group->space->tenant->index] += bytes;
-}
-
-/* The slot goes back to its arena. Whoever read it while it was taken sees another generation. */
-static void slot_return(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
-                        uint32_t slot)
-{
-    struct kvk_group_tier *at = &group->tiers[tier];
-    struct kvk_tier_state *state = &cache->tiers[tier];
-    uint64_t bytes = at->arena.slot_bytes;
-    if (tier < KVK_MEMORY_TIER_COUNT && !cache->leaving) {
-        uint32_t *generation = (uint32_t *)(void *)at->generations.address + slot;
-        (void)__atomic_add_fetch(generation, 1, __ATOMIC_RELEASE);
-    }
-    kvk_sidecar_slot_freed(group, tier, slot);
-    kvk_arena_give(&at->arena, slot);
-    kvk_usage_advance(cache, group->space->tenant, tier);
-    bytes_sub(&at->used_bytes, bytes);
-    bytes_sub(&state->used_bytes, bytes);
-    bytes_sub(&state->tenant_bytes[group->space->tenant->index], bytes);
-    pthread_cond_broadcast(&cache->changed);
-}
-
-void kvk_slot_retire(struct kvk_cache *cache, struct kvk_group *group, uint32_t slot)
-{
-    KVK_ASSERT(kvk_lock_held(&cache->lock));
-    KVK_ASSERT(group->tiers[KVK_TIER_DISK].owners[slot] == 0);
-    slot_return(cache, group, KVK_TIER_DISK, slot);
-}
-
-/* A slot was taken for a copy that is on its way there. */
-static void loose_begin(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
-                        uint32_t slot)
-{
-    struct kvk_group_tier *at = &group->tiers[tier];
-    KVK_ASSERT(at->owners[slot] == 0);
-    memset(at->checksums + (size_t)slot * group->shard_count, 0,
-           group->shard_count * sizeof(*at->checksums));
-    used_add(cache, group, tier);
-    at->loose_count++;
-    kvk_quota_bound_change(cache, group->space->tenant, tier, at->arena.slot_bytes, true);
-    cache->tiers[tier].copying_bytes += at->arena.slot_bytes;
-}
-
-static void loose_end(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier)
-{
-    KVK_ASSERT(group->tiers[tier].loose_count > 0);
-    uint64_t bytes = group->tiers[tier].arena.slot_bytes;
-    group->tiers[tier].loose_count--;
-    kvk_quota_bound_change(cache, group->space->tenant, tier, bytes, false);
-    bytes_sub(&cache->tiers[tier].copying_bytes, bytes);
-}
-
-uint32_t kvk_slot_take(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier)
-{
-    KVK_ASSERT(kvk_lock_held(&cache->lock));
-    struct kvk_group_tier *at = &group->tiers[tier];
-    KVK_ASSERT(at->present);
-    /* The one way to a slot: so a tenant's limit is passed on none. */
-    uint32_t slot = KVK_SLOT_NONE;
-    if (!kvk_quota_is_full(cache, group->space->tenant, tier, at->arena.slot_bytes)) {
-        slot = kvk_arena_take(&at->arena);
-    }
-    if (slot != KVK_SLOT_NONE) {
-        kvk_sidecar_slot_granted(group, tier, slot);
-        loose_begin(cache, group, tier, slot);
-    }
-    return slot;
-}
-
-enum kvk_status kvk_slot_take_at(struct kvk_cache *cache, struct kvk_group *group,
-                                 enum kvk_tier tier, uint32_t slot)
-{
-    uint64_t bytes = group->tiers[tier].arena.slot_bytes;
-    if (kvk_quota_is_full(cache, group->space->tenant, tier, bytes)) {
-        return KVK_EXHAUSTED;
-    }
-    return kvk_slot_keep_at(cache, group, tier, slot);
-}
-
-enum kvk_status kvk_slot_keep_at(struct kvk_cache *cache, struct kvk_group *group,
-                                 enum kvk_tier tier, uint32_t slot)
-{
-    KVK_ASSERT(kvk_lock_held(&cache->lock));
-    struct kvk_group_tier *at = &group->tiers[tier];
-    KVK_ASSERT(at->present);
-    enum kvk_status status = kvk_arena_take_at(&at->arena, slot);
-    if (status != KVK_OK) {
-        return status;
-    }
-    uint32_t slots = at->arena.slot_count;
-    if (kvk_evict_queue_reserve(&at->queue, slots) != KVK_OK ||
-        kvk_evict_queue_reserve(&at->clean, slots) != KVK_OK ||
-        kvk_evict_queue_reserve(&at->held, slots) != KVK_OK) {
-        kvk_arena_give(&at->arena, slot);
-        return KVK_EXHAUSTED;
-    }
-    uint32_t slab = kvk_arena_slab_of(&at->arena, slot);
-    KVK_ASSERT(at->places[slab] != KVK_PLACE_LEAVING);
-    if (at->places[slab] < at->arena.slabs[slab].slot_count) {
-        at->places[slab] = at->arena.slabs[slab].slot_count;
-    }
-    loose_begin(cache, group, tier, slot);
-    return KVK_OK;
-}
-
-void kvk_slot_give(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
-                   uint32_t slot)
-{
-    KVK_ASSERT(kvk_lock_held(&cache->lock));
-    KVK_ASSERT(group->tiers[tier].owners[slot] == 0);
-    loose_end(cache, group, tier);
-    slot_return(cache, group, tier, slot);
-}
-
-/* A loose slot becomes the block's. */
-static void slot_own(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
-                     uint32_t slot, uint32_t id)
-{
-    struct kvk_block *block = kvk_index_block(cache->index, id);
-    KVK_ASSERT(block->slot[tier] == KVK_SLOT_NONE);
-    KVK_ASSERT(group->tiers[tier].owners[slot] == 0);
-    loose_end(cache, group, tier);
-    group->tiers[tier].owners[slot] = id + 1;
-    block->slot[tier] = slot;
-}
-
-static void slot_disown(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
-                        uint32_t id)
-{
-    struct kvk_block *block = kvk_index_block(cache->index, id);
-    uint32_t slot = block->slot[tier];
-    KVK_ASSERT(slot != KVK_SLOT_NONE);
-    KVK_ASSERT(group->tiers[tier].owners[slot] == id + 1);
-    group->tiers[tier].owners[slot] = 0;
-    block->slot[tier] = KVK_SLOT_NONE;
-    if (tier == KVK_TIER_DISK) {
-        kvk_disk_slot_leave(cache, group, slot); /* nobody's, but not free while it is recorded */
-    } else {
-        slot_return(cache, group, tier, slot);
-    }
-}
-
 /* ---- The end of blocks ---- */
 
 /* Where whole copies lie: in the block, its run, its parent and the group's counts. */
@@ -441,7 +284,7 @@ static void tiers_set(struct kvk_cache *cache, struct kvk_group *group, uint32_t
         if ((mask & bit) != 0 && (block->tier_mask & bit) == 0) {
             group->tier_blocks[i]++;
         } else if ((mask & bit) == 0 && (block->tier_mask & bit) != 0) {
-            bytes_sub(&group->tier_blocks[i], 1);
+            kvk_bytes_sub(&group->tier_blocks[i], 1);
         }
     }
     parent_update(cache, kvk_index_set_tiers(cache->index, id, mask));
@@ -495,7 +338,7 @@ static void copy_remove(struct kvk_cache *cache, struct kvk_group *group, uint32
     KVK_ASSERT(block->pin_count[tier] == 0);
     KVK_ASSERT(block->transfer_count == 0);
     tiers_set(cache, group, id, (uint8_t)(block->tier_mask & ~(1U << tier)));
-    slot_disown(cache, group, tier, id);
+    kvk_slot_disown(cache, group, tier, id);
 }
 
 /* The slot in one tier goes, whether its bytes count as a copy or not. */
@@ -506,7 +349,7 @@ static void slot_remove(struct kvk_cache *cache, struct kvk_group *group, uint32
     if (has_copy(block, tier)) {
         copy_remove(cache, group, id, tier);
     } else if (block->slot[tier] != KVK_SLOT_NONE) {
-        slot_disown(cache, group, tier, id);
+        kvk_slot_disown(cache, group, tier, id);
     }
 }
 
@@ -553,7 +396,7 @@ static void damage_clear(struct kvk_cache *cache, struct kvk_group *group, uint3
                       (block->hold_count > 0 ? in_memory == 0 : block->tier_mask == 0);
         if (is_damaged(block, (enum kvk_tier)i) && block->pin_count[i] == 0 &&
             block->transfer_count == 0 && !needed) {
-            slot_disown(cache, group, (enum kvk_tier)i, id);
+            kvk_slot_disown(cache, group, (enum kvk_tier)i, id);
         }
     }
 }
@@ -741,7 +584,7 @@ uint32_t kvk_block_create(struct kvk_cache *cache, struct kvk_group *group, enum
     }
     struct kvk_block *block = kvk_index_block(cache->index, id);
     kvk_block_step(block, KVK_BLOCK_RESERVE);
-    slot_own(cache, group, tier, slot, id);
+    kvk_slot_own(cache, group, tier, slot, id);
     block->pin_count[tier] = 1;
     kvk_block_settle(cache, id);
     return id;
@@ -752,7 +595,7 @@ void kvk_block_attach(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier, 
     struct kvk_block *block = kvk_index_block(cache->index, id);
     struct kvk_group *group = kvk_group_of(cache, block);
     KVK_ASSERT(kvk_block_is_whole(block));
-    slot_own(cache, group, tier, slot, id);
+    kvk_slot_own(cache, group, tier, slot, id);
     tiers_set(cache, group, id, (uint8_t)(block->tier_mask | 1U << tier));
     kvk_block_settle(cache, id);
 }
@@ -763,7 +606,7 @@ void kvk_block_put_back(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier
     struct kvk_block *block = kvk_index_block(cache->index, id);
     struct kvk_group *group = kvk_group_of(cache, block);
     KVK_ASSERT(kvk_block_is_whole(block) && is_indexed(block));
-    slot_own(cache, group, tier, slot, id);
+    kvk_slot_own(cache, group, tier, slot, id);
     memcpy(group->tiers[tier].checksums + (size_t)slot * group->shard_count, checksums,
            group->shard_count * sizeof(*checksums));
     tiers_set(cache, group, id, (uint8_t)(block->tier_mask | 1U << tier));
@@ -776,10 +619,10 @@ void kvk_block_relocate(struct kvk_cache *cache, uint32_t id, enum kvk_tier targ
     enum kvk_tier source = kvk_block_tier(block);
     KVK_ASSERT(is_unsealed(block));
     KVK_ASSERT(source != target);
-    slot_own(cache, group, target, slot, id);
+    kvk_slot_own(cache, group, target, slot, id);
     block->pin_count[target] = block->pin_count[source];
     block->pin_count[source] = 0;
-    slot_disown(cache, group, source, id);
+    kvk_slot_disown(cache, group, source, id);
     kvk_block_settle(cache, id);
 }
 
@@ -791,8 +634,8 @@ void kvk_block_reslot(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier, 
     KVK_ASSERT(has_copy(block, tier));
     KVK_ASSERT(block->pin_count[tier] == 0);
     KVK_ASSERT(block->transfer_count == 0);
-    slot_disown(cache, group, tier, id);
-    slot_own(cache, group, tier, slot, id);
+    kvk_slot_disown(cache, group, tier, id);
+    kvk_slot_own(cache, group, tier, slot, id);
     memcpy(kvk_block_checksums(cache, block, tier), checksums,
            group->shard_count * sizeof(*checksums));
     kvk_sidecar_block_changed(cache, group, id);

@@ -60,7 +60,7 @@ struct kvk_rpc_bound {
     struct kvk_rpc *rpc;
     const struct kvk_rpc_method *method;
     struct kvk_histogram *latency; /* of unary calls, in ns; the registry's */
-    bool rated; /* the rate of its tenant's requests is asked first */
+    bool rated;                    /* the rate of its tenant's requests is asked first */
 };
 
 #define KVK_RPC_METHODS_MAX 64
@@ -82,8 +82,8 @@ struct kvk_rpc {
     struct kvk_audit *audit; /* NULL: none */
     struct kvk_auth_limit auth_limit;
     struct kvk_clock *clock;
-    struct kvk_cache *cache;   /* from kvk_rpc_attach() on */
-    struct kvk_server *server; /* likewise */
+    struct kvk_cache *cache;     /* from kvk_rpc_attach() on */
+    struct kvk_server *server;   /* likewise */
     struct kvk_metrics *metrics; /* latencies by method; ours */
     struct kvk_device_info device;
     char side_path[KVK_PATH_SIZE];

@@ -77,8 +77,9 @@ class Reader:
 
     def rpc(self, match):
         name, asks, request, answers, response = match.groups()
-        self.out += ["", f"**{name}** ({'stream of ' if asks else ''}{link(request, self.known)}) → "
-                     f"{'stream of ' if answers else ''}{link(response, self.known)}", ""]
+        asked = ("stream of " if asks else "") + link(request, self.known)
+        answer = ("stream of " if answers else "") + link(response, self.known)
+        self.out += ["", f"**{name}** ({asked}) → {answer}", ""]
         self.out += self.take_comment()
 
     def field(self, match):

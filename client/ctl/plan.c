@@ -2,6 +2,8 @@
  * kvkeepctl plan: what can a deployment hold? From a model's config.json or flags, and a budget per
  * rank. Needs no daemon.
  */
+#include "client/ctl/plan.h"
+
 #include <getopt.h>
 #include <math.h>
 #include <stdio.h>
@@ -10,7 +12,6 @@
 
 #include "base/options.h"
 #include "client/ctl/ctl.h"
-#include "client/ctl/plan.h"
 
 #define LENGTHS_MAX 1024
 #define POINTS_MAX 24

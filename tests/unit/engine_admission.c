@@ -345,7 +345,7 @@ Test(admission, others_and_unsealed_ones_are_not_named)
     uint64_t id;
     uint32_t tokens[64];
     struct kvk_refusal refusals[4];
-    struct kvk_tier_report tiers[KVK_MEMORY_TIER_COUNT];
+    struct kvk_tier_report tiers[KVK_TIER_COUNT];
     char advice[512];
     uint32_t count = 0;
     stage_start(&stage, 12, 64);

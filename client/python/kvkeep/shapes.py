@@ -115,8 +115,9 @@ class LayerGroup:
     def message(self) -> pb.LayerGroup:
         if self.layout == Layout.OPAQUE:
             return pb.LayerGroup(layers=self.layers, kv_heads=self.kv_heads,
-                                 layout=int(self.layout), attention=int(self.attention), window=self.window,
-                                 sinks=self.sinks, opaque_bytes=self.opaque_bytes)
+                                 layout=int(self.layout), attention=int(self.attention),
+                                 window=self.window, sinks=self.sinks,
+                                 opaque_bytes=self.opaque_bytes)
         return pb.LayerGroup(
             layers=self.layers, kv_heads=self.kv_heads, head_size_k=self.head_size_k,
             head_size_v=self.value_size, format_k=int(self.format_k),
