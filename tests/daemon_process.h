@@ -12,6 +12,7 @@
 
 #include <dirent.h>
 #include <errno.h>
+#include <ftw.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -24,6 +25,7 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -174,6 +176,12 @@ static inline void daemon_configure(const struct daemon *daemon, const struct da
                   daemon->folder, setup->server == NULL ? "" : setup->server,
                   (unsigned long long)setup->device_bytes, (unsigned long long)setup->host_bytes,
                   setup->rest == NULL ? "" : setup->rest);
+    /* Everything again with what outlives the daemon: ctest runs the cases both ways. */
+    if (getenv("KVKEEP_TEST_DURABLE") != NULL &&
+        (setup->rest == NULL || strstr(setup->rest, "[durable]") == NULL)) {
+        (void)fprintf(file, "[durable]\nfolder = %s/data\nkeeper = process\nkeeper_hold_ms = 1 s\n",
+                      daemon->folder);
+    }
     CHECK(fclose(file) == 0, "cannot write %s", path);
 }
 
@@ -228,6 +236,15 @@ static inline void daemon_start(struct daemon *daemon, const struct daemon_setup
     }
 }
 
+static inline int daemon_remove_one(const char *path, const struct stat *status, int kind,
+                                    struct FTW *place)
+{
+    (void)status;
+    (void)kind;
+    (void)place;
+    return remove(path);
+}
+
 /* Removes what a daemon leaves, and the folder. */
 static inline void daemon_clean(struct daemon *daemon)
 {
@@ -238,6 +255,9 @@ static inline void daemon_clean(struct daemon *daemon)
         (void)snprintf(path, sizeof(path), "%s/%s", daemon->folder, files[i]);
         (void)unlink(path);
     }
+    char data[96];
+    (void)snprintf(data, sizeof(data), "%s/data", daemon->folder);
+    (void)nftw(data, daemon_remove_one, 16, FTW_DEPTH | FTW_PHYS); /* there, if it was durable */
     (void)rmdir(daemon->folder);
     daemon_log_path[0] = '\0';
 }

@@ -108,15 +108,6 @@ static inline uint64_t durable_disk_use(const struct durable_daemon *durable)
     return durable_walked_bytes;
 }
 
-static inline int durable_remove_one(const char *path, const struct stat *status, int kind,
-                                     struct FTW *place)
-{
-    (void)status;
-    (void)kind;
-    (void)place;
-    return remove(path);
-}
-
 /* Is there a process whose command line names the folder, such as a keeper? */
 static inline pid_t durable_process_left(const struct durable_daemon *durable)
 {
@@ -178,7 +169,7 @@ static inline void durable_end(struct durable_daemon *durable)
         CHECK(i < 500, "process %d is left of it", (int)durable_process_left(durable));
         pause_us(10000);
     }
-    (void)nftw(durable->daemon.folder, durable_remove_one, 16, FTW_DEPTH | FTW_PHYS);
+    (void)nftw(durable->daemon.folder, daemon_remove_one, 16, FTW_DEPTH | FTW_PHYS);
     daemon_log_path[0] = '\0';
 }
 

@@ -6,8 +6,10 @@
 #define KVK_TESTS_ENGINE_HOUSE_H
 
 #include <criterion/criterion.h>
+#include <ftw.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -24,6 +26,7 @@ struct house {
     struct kvk_cache *cache;
     struct kvk_caller caller;
     struct kvk_error error;
+    char folder[32]; /* made for KVKEEP_TEST_DURABLE, or "" */
 };
 
 struct house_options {
@@ -71,6 +74,29 @@ static inline void house_init(struct house *house)
     house->config.keeper = KVK_CONFIG_KEEPER_NO; /* a test that wants one runs it itself */
 }
 
+/* With KVKEEP_TEST_DURABLE every house has a catalogue, in a folder that goes with it: ctest runs
+ * the cases both ways. */
+static inline void house_durable(struct house *house, const struct house_options *options)
+{
+    if (getenv("KVKEEP_TEST_DURABLE") == NULL || house->config.durable_folder[0] != '\0' ||
+        options->disk != NULL) {
+        return;
+    }
+    (void)snprintf(house->folder, sizeof(house->folder), "/tmp/kvkeep-house.XXXXXX");
+    cr_assert_not_null(mkdtemp(house->folder));
+    (void)snprintf(house->config.durable_folder, sizeof(house->config.durable_folder), "%s/data",
+                   house->folder);
+}
+
+static inline int house_remove_one(const char *path, const struct stat *status, int kind,
+                                   struct FTW *place)
+{
+    (void)status;
+    (void)kind;
+    (void)place;
+    return remove(path);
+}
+
 static inline void house_start(struct house *house, const struct house_options *options)
 {
     const struct kvk_credential *credential = NULL;
@@ -78,6 +104,7 @@ static inline void house_start(struct house *house, const struct house_options *
     house->config.device_bytes = options->device_bytes;
     house->config.host_bytes = options->host_bytes;
     kvk_clock_manual_init(&house->manual, 1000 * KVK_NS_PER_SECOND);
+    house_durable(house, options);
     cr_assert_eq(kvk_durable_open(&house->config, &house->durable, &house->error), KVK_OK, "%s",
                  house->error.text);
     const struct kvk_tenants_options tenants_options = {.config = &house->config,
@@ -117,6 +144,10 @@ static inline void house_stop(struct house *house)
     kvk_tenants_destroy(house->tenants);
     kvk_durable_close(&house->durable);
     kvk_config_finish(&house->config);
+    if (house->folder[0] != '\0') {
+        (void)nftw(house->folder, house_remove_one, 16, FTW_DEPTH | FTW_PHYS);
+        house->folder[0] = '\0';
+    }
 }
 
 /* The caller of a token's credential. */
