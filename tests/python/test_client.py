@@ -212,7 +212,7 @@ def test_refusals_name_the_field(client):
     assert kvkeep.token_bytes(np.array([1, 2], dtype=np.int64)) == b"\1\0\0\0\2\0\0\0"
     assert kvkeep.token_bytes([]) == b""
     with pytest.raises(ValueError):
-        client.invalidate(salt="x")
+        client.invalidate(prefix=kvkeep.Prompt([1]))
 
 
 def test_a_full_pool_is_typed(start):
