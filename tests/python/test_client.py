@@ -193,7 +193,7 @@ def test_salt_and_spans_keep_apart(client):
         assert client.lookup(space, pictured).cached_tokens == 8
         other = kvkeep.Prompt(TOKENS, spans=[kvkeep.ContentSpan(2, 2, b"image two")])
         assert client.lookup(space, other).cached_tokens == 0
-        assert client.touch(space, salted) == 8
+        assert client.touch(space, salted, [kvkeep.PriorityHint(0, 8, 90, 60_000)]) == 8
         assert client.lookup(space, salted, leave_last=True).cached_tokens == 8
         assert client.invalidate(space, salt="user 1").device_blocks == 2
         assert client.lookup(space, salted).cached_tokens == 0
@@ -225,7 +225,11 @@ def test_a_full_pool_is_typed(start):
             session.open_sequence(space, list(range(1000, 1000 + 4 * 60)))
         assert refused.value.code == Code.RESOURCE_EXHAUSTED
         assert refused.value.cause == pb.CAUSE_POOL_ACTIVE
-        sequence.close()
+        advice = refused.value.advice
+        assert advice.action == "close" and advice.sequence_ids == (sequence.id,)
+        assert advice.bytes >= advice.missing_bytes > 0
+        sequence.close()  # and the call succeeds
+        session.open_sequence(space, list(range(1000, 1000 + 4 * 60))).close()
 
 
 def test_bf16_and_different_head_sizes(client):

@@ -17,17 +17,18 @@ daemon's typed cause. The API itself is documented in kvkeep/v1/kvkeep.proto.
 """
 
 from kvkeep.client import Client, Lookup, Retry, Space, Tls, connect, default_target
-from kvkeep.errors import Cause, Code, KvkeepError
+from kvkeep.errors import Advice, Cause, Code, KvkeepError
 from kvkeep.memory import Scratch, SlotMemory
 from kvkeep.session import AttendResult, Lease, Placement, Sequence, Session, Swap, Transfer
 from kvkeep.shapes import (Attention, ContentSpan, Format, Identity, Layout, LayerGroup,
-                           PrefillCost, Prompt, Tier, token_bytes)
+                           PrefillCost, PriorityHint, Prompt, Tier, token_bytes)
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Attention", "AttendResult", "Cause", "Client", "Code", "ContentSpan", "Format", "Identity",
-    "KvkeepError", "LayerGroup", "Layout", "Lease", "Lookup", "Placement", "PrefillCost", "Prompt",
-    "Retry", "Scratch", "Sequence", "Session", "SlotMemory", "Space", "Swap", "Tier", "Tls",
-    "Transfer", "connect", "default_target", "token_bytes",
+    "Advice", "AttendResult", "Attention", "Cause", "Client", "Code", "connect", "ContentSpan",
+    "default_target", "Format", "Identity", "KvkeepError", "LayerGroup", "Layout", "Lease",
+    "Lookup", "Placement", "PrefillCost", "PriorityHint", "Prompt", "Retry", "Scratch",
+    "Sequence", "Session", "SlotMemory", "Space", "Swap", "Tier", "Tls", "token_bytes",
+    "Transfer",
 ]

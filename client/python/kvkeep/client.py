@@ -13,8 +13,8 @@ import grpc
 
 from kvkeep import errors
 from kvkeep.errors import Code, KvkeepError
-from kvkeep.shapes import (Identity, LayerGroup, PrefillCost, Prompt, Text, Tokens, as_bytes,
-                           prompt_message)
+from kvkeep.shapes import (Identity, LayerGroup, PrefillCost, PriorityHint, Prompt, Text, Tokens,
+                           as_bytes, prompt_message)
 from kvkeep.v1 import kvkeep_pb2 as pb
 from kvkeep.v1 import kvkeep_pb2_grpc as stubs
 
@@ -76,13 +76,19 @@ class Space:
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """How many tokens of a prompt are cached, and where. Times are estimates; 0: unknown."""
+    """How many tokens of a prompt are cached, and where. Times are estimates; 0: unknown.
+
+    restore_ns is for reading what is on disk alone, restore_recompute_ns for computing from there.
+    """
 
     cached_tokens: int
     device_tokens: int
     host_tokens: int
     load_ns: int
     recompute_ns: int
+    disk_tokens: int
+    restore_ns: int
+    restore_recompute_ns: int
 
 
 def default_target() -> str:
@@ -176,35 +182,41 @@ class Client:
             rank_shard=tuple(tuple(group.rank_shard) for group in response.groups))
 
     def lookup(self, space: Space, tokens: Tokens, *, leave_last: bool = False,
-               retry: bool = False) -> Lookup:
+               retry: bool = False, read_ahead: bool = False) -> Lookup:
         """How much of a prompt is cached now. Holds nothing. `retry`: this query was counted
-        before."""
+        before; `read_ahead`: bring what is on disk alone to memory."""
         response = self.call("Lookup", pb.LookupRequest(
-            space_id=space.id, prompt=prompt_message(tokens), leave_last=leave_last, retry=retry),
-            repeat=True)
+            space_id=space.id, prompt=prompt_message(tokens), leave_last=leave_last, retry=retry,
+            read_ahead=read_ahead), repeat=True)
         return Lookup(response.cached_tokens, response.device_tokens, response.host_tokens,
-                      response.load_ns, response.recompute_ns)
+                      response.load_ns, response.recompute_ns, response.disk_tokens,
+                      response.restore_ns, response.restore_recompute_ns)
 
-    def touch(self, space: Space, tokens: Tokens) -> int:
+    def touch(self, space: Space, tokens: Tokens, hints: Sequence[PriorityHint] = ()) -> int:
         """These tokens were hit in the engine's own cache: keep them young here. How many of them
         are known."""
-        response = self.call("Touch", pb.TouchRequest(space_id=space.id,
-                                                      prompt=prompt_message(tokens)), repeat=True)
+        response = self.call("Touch", pb.TouchRequest(
+            space_id=space.id, prompt=prompt_message(tokens),
+            hints=[hint.message() for hint in hints]), repeat=True)
         return response.touched_tokens
 
     def invalidate(self, space: Space | None = None, *, prefix: Prompt | None = None,
                    salt: Text | None = None, model: Text = b"", revision: Text = b"",
-                   adapter_name: Text = b"", tenant: Text | None = None
+                   adapter_name: Text = b"", adapter_id: Text = b"",
+                   adapter_version: Text = b"", position_encoding: Text = b"",
+                   kv_format: Text = b"", mask_rule: Text = b"", tenant: Text | None = None
                    ) -> pb.InvalidateResponse:
         """Forget a space, a prefix or a salt of it, or by names over all spaces of the tenant.
-        Nothing of it is found when this returns."""
+        Nothing of it is found when this returns, in no tier, nor after a restart."""
         if space is None and prefix is not None:
             raise ValueError("a prefix is of one space: name it")
         request = pb.InvalidateRequest(
             space_id=space.id if space else 0,
             tenant=self.tenant if tenant is None else as_bytes(tenant), model=as_bytes(model),
             revision=as_bytes(revision), adapter_name=as_bytes(adapter_name),
-            by_salt=salt is not None, salt=as_bytes(salt or b""),
+            adapter_id=as_bytes(adapter_id), adapter_version=as_bytes(adapter_version),
+            position_encoding=as_bytes(position_encoding), kv_format=as_bytes(kv_format),
+            mask_rule=as_bytes(mask_rule), by_salt=salt is not None, salt=as_bytes(salt or b""),
             prefix=prefix.message() if prefix else None)
         return self.call("Invalidate", request, repeat=True)
 

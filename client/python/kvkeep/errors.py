@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 
 import grpc
 
 from kvkeep.v1 import kvkeep_pb2 as pb
 
-__all__ = ["Cause", "Code", "KvkeepError", "from_rpc_error"]
+__all__ = ["Advice", "Cause", "Code", "KvkeepError", "from_rpc_error"]
 
 
 class Code(enum.IntEnum):
@@ -47,6 +48,20 @@ class Cause(int):
         return f"Cause({self.name})"
 
 
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """How the caller itself could make the room that was missing: `action` is "swap_out" or "close"
+    of these sequences of its own, at least cost. `total` counts all that it takes; the ids are the
+    first 16 of them."""
+
+    action: str
+    sequence_ids: tuple[int, ...]
+    total: int
+    missing_bytes: int
+    bytes: int
+    cost_ns: int  # estimate; 0: unknown
+
+
 class KvkeepError(Exception):
     """A call was refused or failed. Nothing was changed by it.
 
@@ -56,10 +71,11 @@ class KvkeepError(Exception):
         field: the request's field that was wrong; "" if it was none.
         value, limit: the numbers behind it; 0 where there are none.
         retry_after_ms: when to try again; 0: trying again will not help, or may be done at once.
+        advice: for want of room, how this instance could make it; else None.
     """
 
     def __init__(self, message: str, code: Code, cause: int = 0, field: str = "", value: int = 0,
-                 limit: int = 0, retry_after_ms: int = 0) -> None:
+                 limit: int = 0, retry_after_ms: int = 0, advice: Advice | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.cause = Cause(cause)
@@ -67,6 +83,7 @@ class KvkeepError(Exception):
         self.value = value
         self.limit = limit
         self.retry_after_ms = retry_after_ms
+        self.advice = advice
 
     def __str__(self) -> str:
         return f"{super().__str__()} [{self.code.name}, {self.cause.name}]"
@@ -122,6 +139,11 @@ def from_rpc_error(error: grpc.RpcError) -> KvkeepError:
     detail = _detail(error)
     if detail is None:
         return KvkeepError(error.details() or "the call failed", code)
+    advice = None
+    if detail.advice.kind != pb.Advice.KIND_NOTHING:
+        action = pb.Advice.Kind.Name(detail.advice.kind).removeprefix("KIND_").lower()
+        advice = Advice(action, tuple(detail.advice.sequence_ids), detail.advice.total,
+                        detail.advice.missing_bytes, detail.advice.bytes, detail.advice.cost_ns)
     return KvkeepError(error.details() or "", code, detail.cause,
                        detail.field.decode("utf-8", "replace"), detail.value, detail.limit,
-                       detail.retry_after_ms)
+                       detail.retry_after_ms, advice)

@@ -18,8 +18,8 @@ from kvkeep import errors
 from kvkeep.client import Client, Space
 from kvkeep.errors import Code, KvkeepError
 from kvkeep.memory import Scratch, SideSocket, SlotMemory
-from kvkeep.shapes import (ContentSpan, Format, Tier, Tokens, prompt_message, span_messages,
-                           token_bytes)
+from kvkeep.shapes import (ContentSpan, Format, PriorityHint, Tier, Tokens, prompt_message,
+                           span_messages, token_bytes)
 from kvkeep.v1 import kvkeep_pb2 as pb
 
 __all__ = ["AttendResult", "Lease", "Placement", "Sequence", "Session", "Swap", "Transfer"]
@@ -185,6 +185,7 @@ class Session:
     def open_sequence(self, space: Space, tokens: Tokens = (), *, leave_last: bool = False,
                       growth_tokens: int = 0, tier: Tier = Tier.ANY, leave_on_host: bool = False,
                       no_lookup: bool = False, retry: bool = False,
+                      hints: SequenceOf[PriorityHint] = (),
                       request_id: bytes | None = None) -> "Sequence":
         """Find the longest cached prefix, hold it, reserve blocks for the rest. Repeated safely:
         each call has a request id of its own where none is given."""
@@ -192,8 +193,8 @@ class Session:
             session_id=self.id, space_id=space.id,
             request_id=secrets.token_bytes(16) if request_id is None else request_id,
             prompt=prompt_message(tokens), leave_last=leave_last, growth_tokens=growth_tokens,
-            tier=int(tier), leave_on_host=leave_on_host, no_lookup=no_lookup, retry=retry),
-            repeat=True)
+            tier=int(tier), leave_on_host=leave_on_host, no_lookup=no_lookup, retry=retry,
+            hints=[hint.message() for hint in hints]), repeat=True)
         return Sequence(self, space, response)
 
     def pin(self, space: Space, tokens: Tokens, *, ttl_ms: int = 30_000, leave_last: bool = False,

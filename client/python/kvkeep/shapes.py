@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from kvkeep.v1 import kvkeep_pb2 as pb
 
 __all__ = ["Attention", "ContentSpan", "Format", "Identity", "Layout", "LayerGroup", "PrefillCost",
-           "Prompt", "Tier", "Tokens", "token_bytes"]
+           "PriorityHint", "Prompt", "Tier", "Tokens", "token_bytes"]
 
 Text = Union[str, bytes]
 Tokens = Union[ArrayLike, "Prompt"]
@@ -48,6 +48,7 @@ class Tier(enum.IntEnum):
     ANY = pb.TIER_UNSPECIFIED
     DEVICE = pb.TIER_DEVICE
     HOST = pb.TIER_HOST
+    DISK = pb.TIER_DISK
 
 
 def as_bytes(value: Text) -> bytes:
@@ -152,6 +153,21 @@ class ContentSpan:
 
     def message(self) -> pb.ContentSpan:
         return pb.ContentSpan(first=self.first, count=self.count, digest=self.digest)
+
+
+@dataclasses.dataclass(frozen=True)
+class PriorityHint:
+    """What eviction should think of tokens [first, first + count) of a prompt, for a while:
+    priority 0 (goes first) to 100 (stays), 50 says nothing."""
+
+    first: int
+    count: int
+    priority: int
+    duration_ms: int
+
+    def message(self) -> pb.PriorityHint:
+        return pb.PriorityHint(first_token=self.first, token_count=self.count,
+                               priority=self.priority, duration_ms=self.duration_ms)
 
 
 def token_bytes(tokens: ArrayLike) -> bytes:
