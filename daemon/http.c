@@ -231,6 +231,7 @@ static enum kvk_status admit(struct kvk_http *http, struct MHD_Connection *conne
         return KVK_OK;
     }
     enum kvk_status status = identify(http, connection, credential, error);
+    KVK_ASSERT(status != KVK_OK || *credential != NULL);
     if (status == KVK_OK && !(*credential)->admin) {
         status = kvk_fail(error, KVK_PERMISSION, KVK_CAUSE_NONE, "",
                           "the credential has no admin rights");
@@ -390,7 +391,7 @@ static int listener_open(const char *address, uint16_t *port, struct kvk_error *
                 bind(fd, found->ai_addr, found->ai_addrlen) == 0 && listen(fd, 64) == 0;
     int cause = errno;
     freeaddrinfo(found);
-    struct sockaddr_storage bound;
+    struct sockaddr_storage bound = {.ss_family = AF_UNSPEC};
     socklen_t size = sizeof(bound);
     if (!open || getsockname(fd, (struct sockaddr *)&bound, &size) != 0) {
         (void)kvk_fail(error, KVK_UNAVAILABLE, KVK_CAUSE_FIELD, "http.address",

@@ -427,6 +427,7 @@ static enum kvk_status dup_descriptors(const struct kvk_mapping *mapping, int fd
         fds[0] = fcntl(mapping->scratch.fd, F_DUPFD_CLOEXEC, 0);
         return fds[0] >= 0 ? KVK_OK : KVK_EXHAUSTED;
     }
+    KVK_ASSERT(mapping->group != NULL);
     const struct kvk_group_tier *tier = &mapping->group->tiers[mapping->tier];
     fds[0] = fcntl(tier->regions[mapping->shard].fd, F_DUPFD_CLOEXEC, 0);
     fds[1] = fcntl(tier->generations.fd, F_DUPFD_CLOEXEC, 0);
