@@ -391,9 +391,14 @@ static int listener_open(const char *address, uint16_t *port, struct kvk_error *
                 bind(fd, found->ai_addr, found->ai_addrlen) == 0 && listen(fd, 64) == 0;
     int cause = errno;
     freeaddrinfo(found);
-    struct sockaddr_storage bound = {.ss_family = AF_UNSPEC};
+    union {
+        struct sockaddr any;
+        struct sockaddr_in four;
+        struct sockaddr_in6 six;
+    } bound;
+    memset(&bound, 0, sizeof(bound));
     socklen_t size = sizeof(bound);
-    if (!open || getsockname(fd, (struct sockaddr *)&bound, &size) != 0) {
+    if (!open || getsockname(fd, &bound.any, &size) != 0) {
         (void)kvk_fail(error, KVK_UNAVAILABLE, KVK_CAUSE_FIELD, "http.address",
                        "http.address: listening on %.100s: %s", address, strerror(cause));
         if (fd >= 0) {
@@ -401,8 +406,7 @@ static int listener_open(const char *address, uint16_t *port, struct kvk_error *
         }
         return -1;
     }
-    *port = ntohs(bound.ss_family == AF_INET6 ? ((struct sockaddr_in6 *)(void *)&bound)->sin6_port
-                                              : ((struct sockaddr_in *)(void *)&bound)->sin_port);
+    *port = ntohs(bound.any.sa_family == AF_INET6 ? bound.six.sin6_port : bound.four.sin_port);
     return fd;
 }
 
