@@ -7,6 +7,11 @@ if(KVK_WERROR)
     list(APPEND KVK_WARNINGS -Werror)
 endif()
 
+if(KVK_TSAN)
+    # It does not follow fences; those that there are stand between processes.
+    list(APPEND KVK_WARNINGS -Wno-tsan)
+endif()
+
 add_library(kvk_flags INTERFACE)
 target_compile_definitions(kvk_flags INTERFACE _GNU_SOURCE KVK_VERSION="${PROJECT_VERSION}")
 target_compile_options(kvk_flags INTERFACE ${KVK_WARNINGS} -fno-strict-aliasing)

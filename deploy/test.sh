@@ -116,6 +116,7 @@ if [[ $quick == no ]]; then
     heading "asan: build with AddressSanitizer and UndefinedBehaviorSanitizer"
     if part build-asan configure_and_build asan; then
         heading "asan: unit tests and simulation"
+        export LSAN_OPTIONS="suppressions=$PWD/tests/lsan.supp:print_suppressions=0"
         run_ctest asan -L '^(unit|sim)$'
     fi
 
