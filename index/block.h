@@ -94,6 +94,7 @@ struct kvk_block {
 
     /* Worth; written by the eviction policy alone. */
     float cost;                    /* to compute again, relative to its space's first block */
+    uint32_t hint_until;           /* while it counts: in KVK_EVICT_HINT_NS of the policy clock */
     uint64_t order;                /* within its class: lowest goes first */
     uint64_t used_ns;              /* last use, policy clock */
     struct kvk_evict_queue *queue; /* borrowed: the one that it is in, or NULL */
@@ -101,8 +102,10 @@ struct kvk_block {
     uint16_t use_count;            /* saturating */
     uint8_t queue_class;           /* the list of its queue: use class and cost class */
     uint8_t hint;                  /* enum kvk_evict_hint_kind, of somebody who knows better */
-    uint32_t hint_until;           /* while it counts: in KVK_EVICT_HINT_NS of the policy clock */
 };
+
+/* Ten million of these: the order of the fields leaves no holes. */
+_Static_assert(sizeof(struct kvk_block) == 136, "no holes");
 
 /* Apply one event. An event that the table does not allow is a bug, and aborts. */
 void kvk_block_step(struct kvk_block *block, enum kvk_block_event event);
