@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Build kvkeep, start a daemon of our own and show what it does: a workload of four workers that
-# checks every byte, a small model whose whole KV cache lives in the daemon, then kill -9 and a start
-# that finds its blocks again.
+# checks every byte, a small model whose whole KV cache lives in the daemon, then kill -9 and a
+# start that finds its blocks again.
 #
 #     deploy/run.sh [--once]      --once: end after the runs instead of staying up
 set -euo pipefail
