@@ -128,7 +128,8 @@ function chart(node, lines, marks, left, right, label) {
   }
   for (const mark of marks) {
     svg.append(make('line', { class: 'mark', x1: x(mark.at), x2: x(mark.at), y1: T, y2: H - B }),
-      make('text', { x: x(mark.at) + 4, y: T + 10 }, mark.name));
+      make('text', mark.at < 0.7 ? { x: x(mark.at) + 4, y: H - B - 6 }
+        : { x: x(mark.at) - 4, y: H - B - 6, 'text-anchor': 'end' }, mark.name));
   }
   svg.append(make('text', { x: L, y: H - 6 }, left),
     make('text', { x: W - R, y: H - 6, 'text-anchor': 'end' }, right));
