@@ -96,3 +96,9 @@ def test_compose_names_files_that_there_are():
             if source.startswith("."):
                 assert (DEPLOY / "docker" / source).exists(), volume
     assert pathlib.Path(DEPLOY / "docker" / "Dockerfile").exists()
+
+
+def test_the_reference_is_what_the_proto_says():
+    done = subprocess.run([ROOT / "proto" / "reference.py", "--check"], capture_output=True,
+                          text=True, check=False)
+    assert done.returncode == 0, done.stdout
