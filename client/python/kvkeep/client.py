@@ -16,7 +16,7 @@ from kvkeep.errors import Code, KvkeepError
 from kvkeep.shapes import (Identity, LayerGroup, PrefillCost, PriorityHint, Prompt, Text, Tokens,
                            as_bytes, prompt_message)
 from kvkeep.v1 import kvkeep_pb2 as pb
-from kvkeep.v1 import kvkeep_pb2_grpc as stubs
+from kvkeep.v1 import kvkeep_pb2_grpc as services
 
 if TYPE_CHECKING:
     from kvkeep.session import Session
@@ -127,8 +127,8 @@ class Client:
             self._channel = grpc.secure_channel(
                 self.target, grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate),
                 options=options)
-        self.calls = stubs.KvkeepStub(self._channel)
-        self.admin = stubs.AdminStub(self._channel)
+        self.calls = services.KvkeepStub(self._channel)
+        self.admin = services.AdminStub(self._channel)
 
     def __enter__(self) -> "Client":
         return self
