@@ -1,0 +1,126 @@
+/*
+ * The CUDA kernels as C sees them: what a launch is given, and the functions that launch.
+ *
+ * The kernels know nothing of regions, blocks or sequences. An attention launch works off a list
+ * of units: some rows (a query of one head each) over a range of tokens of one page table; grid.y
+ * is the KV head. Rows whose tokens are cut over several units leave partial results, which a
+ * second kernel merges by their LSE. gpu/cuda_plan.h makes the lists from a struct kvk_attend.
+ *
+ * Every function puts work on a stream and returns at once: 0 or a cudaError_t. `stream` is a
+ * cudaStream_t. Pointers in these structs are device memory, and live until the stream is past the
+ * launch. The device of the stream is the current one.
+ */
+#ifndef KVK_GPU_KERNELS_KERNELS_H
+#define KVK_GPU_KERNELS_KERNELS_H
+
+#include <stdint.h>
+
+#include "base/geometry.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Where a unit's rows go whose tokens are all in it: straight to the output. */
+#define KVK_CUDA_SLOT_NONE UINT32_MAX
+
+/* A query of one head. */
+struct kvk_cuda_row {
+    uint32_t query; /* of the whole batch */
+    uint32_t head;  /* among the query heads that share a KV head */
+    int64_t position;
+};
+
+/* Tokens are counted from the page table's first one; ranges are [begin, end). */
+struct kvk_cuda_unit {
+    int64_t first_token; /* position of token 0 */
+    int64_t sinks_begin; /* tokens that the window does not bind; comes before `begin` */
+    int64_t sinks_end;   /* all of them below it; begin == end: none */
+    int64_t begin;       /* the unit's other tokens */
+    int64_t end;         /* at most page_count x block_tokens */
+    uint64_t first_page; /* in kvk_cuda_attend.pages */
+    uint32_t page_count; /* of the table */
+    uint32_t first_row;  /* in kvk_cuda_attend.rows */
+    uint32_t row_count;  /* 1 to kvk_cuda_attend.unit_rows */
+    uint32_t first_slot; /* row r of the unit leaves its part in slot first_slot + r, or
+                            KVK_CUDA_SLOT_NONE */
+};
+
+/* A row of the output that is merged from several slots. */
+struct kvk_cuda_merge {
+    uint32_t query;
+    uint32_t head;
+    uint32_t first_source; /* in kvk_cuda_attend.sources */
+    uint32_t source_count; /* 0: nothing is visible to it */
+};
+
+/* Which kernel. */
+enum kvk_cuda_kernel {
+    KVK_CUDA_KERNEL_PLAIN = 0,  /* fp32 arithmetic, every shape and format, any alignment */
+    KVK_CUDA_KERNEL_MATRIX = 1, /* matrix instructions; kvk_cuda_matrix_rows() */
+};
+
+struct kvk_cuda_attend {
+    const struct kvk_cuda_unit *units;   /* [unit_count] */
+    const struct kvk_cuda_row *rows;     /* [rows of all units] */
+    const struct kvk_cuda_merge *merges; /* [merge_count] */
+    const uint32_t *sources;             /* slots */
+    const uint8_t *const *pages;         /* device addresses; NULL: absent, not attended */
+    const void *queries;                 /* [queries][query_heads][head_size_k], format_q */
+    const float *slopes;                 /* [query_heads] ALiBi, or NULL */
+    const float *sink_logits;            /* [query_heads], or NULL */
+    float *output;                       /* [queries][query_heads][head_size_v] */
+    float *lse;                          /* [queries][query_heads] */
+    float *slot_output;                  /* [slots][kv_heads][head_size_v] */
+    float *slot_lse;                     /* [slots][kv_heads] */
+    uint64_t k_offset;                   /* from a page's start: [kv_head][token][head_size_k] */
+    uint64_t v_offset;                   /* likewise; not used where latent */
+    uint32_t unit_count;
+    uint32_t unit_rows; /* rows of a unit at most; chooses the kernel's variant */
+    uint32_t merge_count;
+    uint32_t query_heads;
+    uint32_t kv_heads;
+    uint32_t head_size_k;
+    uint32_t head_size_v;
+    uint32_t block_tokens;
+    uint32_t window; /* 0: none */
+    uint32_t sinks;
+    float scale;
+    float soft_cap;   /* 0: none */
+    uint8_t kernel;   /* enum kvk_cuda_kernel */
+    uint8_t format_q; /* enum kvk_format */
+    uint8_t format_k;
+    uint8_t format_v; /* format_k where latent */
+    uint8_t latent;
+    uint8_t causal;
+};
+
+/* Is there a matrix kernel for these formats and sizes? 0: no; else the most rows of a unit. */
+uint32_t kvk_cuda_matrix_rows(enum kvk_format format_q, enum kvk_format format_k,
+                              enum kvk_format format_v, uint32_t head_size_k, uint32_t head_size_v,
+                              bool latent);
+
+/* Attend, then merge: one or two kernels. An unknown variant is cudaErrorInvalidValue (1). */
+int kvk_cuda_attend_launch(const struct kvk_cuda_attend *attend, void *stream);
+
+/* A piece to copy. Either end is device memory, or host memory that the device can address; any
+ * alignment and size. Pieces of a launch neither overlap nor depend on each other. */
+struct kvk_cuda_piece {
+    const void *source;
+    void *target;
+    uint64_t size_bytes;
+};
+
+/*
+ * Copy many small pieces in one launch: the copy engines spend microseconds on each, this spends
+ * nothing but their bytes. Contiguous megabytes go better by cudaMemcpyAsync().
+ * `pieces`: device memory, [piece_count]. `size_bytes_max`: of the largest piece.
+ */
+int kvk_cuda_copy_launch(const struct kvk_cuda_piece *pieces, uint32_t piece_count,
+                         uint64_t size_bytes_max, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
