@@ -1,14 +1,26 @@
 /*
  * Attention over paged blocks: the contract, and what a device is asked.
  *
- * K is stored with its position encoding applied. For a query at absolute position p:
+ * K is stored with its position encoding applied. For a query of head h at absolute position p:
  *     logit(j) = q . k_j * scale
  *     if soft_cap > 0: logit = soft_cap * tanh(logit / soft_cap)
+ *     if alibi_slopes: logit -= alibi_slopes[h] * |p - j|, so the cap does not bind what it takes
  *     visible(j): (not causal or j <= p) and (window == 0 or j > p - window or j < sinks)
- *     output = sum softmax(logit) v, lse = ln(sum exp(logit)), over visible j
- * in fp32. Nothing visible: output 0, lse -inf. Query head h reads KV head h / (query_heads /
- * kv_heads). Slots past token_count, and pages that no query sees, are never read into a result:
- * they may hold NaN or be absent.
+ *     total = sum exp(logit), over visible j; with sink_logits and exp(sink_logits[h])
+ *     output = sum exp(logit) v / total, lse = ln(total)
+ * in fp32. Nothing visible: output 0, lse -inf, or sink_logits[h]. Query head h reads KV head h /
+ * (query_heads / kv_heads). Slots past token_count, and pages that no query sees, are never read
+ * into a result: they may hold NaN or be absent.
+ *
+ * A sink logit is a token without a place and with a V of 0. It counts once for each query, so it
+ * is added when nothing more is merged: by the device in its last step, to items that are not
+ * `partial`; by kvk_attend_sink_logits() where somebody else merges last.
+ *
+ * Cross-attention is a call that is not causal and has no window; K's positions are then those of
+ * another sequence, so slopes have no meaning there.
+ *
+ * Items whose tables begin with the same pages from the same first_token share a prefix, and a
+ * device may read it once for all of them (gpu/attend_shared.h finds such).
  */
 #ifndef KVK_GPU_ATTEND_H
 #define KVK_GPU_ATTEND_H
@@ -30,6 +42,7 @@ struct kvk_attend_item {
                                  query sees it, or another device attends it; the caller merges) */
     uint32_t page_count;      /* page i holds tokens first_token + i * block_tokens onward */
     uint64_t first_token;     /* position of the first page's first token */
+    bool partial;             /* the caller merges the result with others: no sink logits in it */
 };
 
 struct kvk_attend {
@@ -51,11 +64,14 @@ struct kvk_attend {
     bool causal;
     uint32_t window; /* 0: none */
     uint32_t sinks;
+    const float *alibi_slopes; /* [query_heads], finite; NULL: none */
+    const float *sink_logits;  /* [query_heads], finite or -inf (no sink); NULL: none */
 };
 
-/* KVK_INVALID naming the field: sizes, NaN or infinite scale, heads that do not divide, pages that
- * end before token_count. Every device calls it first. Only tokens of pages that are there are
- * attended: from first_token on, NULL pages left out, so that a prefix can be attended in parts. */
+/* KVK_INVALID naming the field: sizes, NaN or infinite scale or slopes, heads that do not divide,
+ * pages that end before token_count. Every device calls it first. Only tokens of pages that are
+ * there are attended: from first_token on, NULL pages left out, so that a prefix can be attended in
+ * parts. */
 KVK_CHECKED enum kvk_status kvk_attend_check(const struct kvk_attend *attend,
                                              struct kvk_error *error);
 
@@ -68,5 +84,12 @@ void kvk_attend_reference(const struct kvk_attend *attend);
  */
 void kvk_attend_merge(float *output, float *lse, const float *other_output, const float *other_lse,
                       uint64_t rows, uint32_t head_size);
+
+/*
+ * Add the sink logits to results that nothing more is merged into. [query_count][query_heads]
+ * [head_size]; sink_logits [query_heads]. To be called once: twice counts the sinks twice.
+ */
+void kvk_attend_sink_logits(float *output, float *lse, const float *sink_logits,
+                            uint64_t query_count, uint32_t query_heads, uint32_t head_size);
 
 #endif

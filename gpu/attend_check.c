@@ -77,6 +77,22 @@ static enum kvk_status formats_check(const struct kvk_attend *attend, struct kvk
     return KVK_OK;
 }
 
+/* One number per query head; the index of a bad one is part of the field's name. */
+static enum kvk_status per_head_check(const struct kvk_attend *attend, const char *name,
+                                      const float *values, bool lowest_allowed,
+                                      struct kvk_error *error)
+{
+    char field[KVK_ERROR_FIELD_SIZE];
+
+    for (uint32_t i = 0; values != NULL && i < attend->query_heads; i++) {
+        if (!isfinite(values[i]) && !(lowest_allowed && values[i] == -INFINITY)) {
+            (void)snprintf(field, sizeof(field), "%s[%u]", name, i);
+            return refuse(error, field, 0, "must be a finite number");
+        }
+    }
+    return KVK_OK;
+}
+
 /* The layer's K or V must lie in a shard that a geometry can have. */
 static enum kvk_status offset_check(const struct kvk_attend *attend, const char *field,
                                     uint64_t offset, uint32_t head_size, enum kvk_format format,
@@ -144,6 +160,12 @@ enum kvk_status kvk_attend_check(const struct kvk_attend *attend, struct kvk_err
     enum kvk_status status = counts_check(attend, error);
     if (status == KVK_OK) {
         status = formats_check(attend, error);
+    }
+    if (status == KVK_OK) {
+        status = per_head_check(attend, "alibi_slopes", attend->alibi_slopes, false, error);
+    }
+    if (status == KVK_OK) {
+        status = per_head_check(attend, "sink_logits", attend->sink_logits, true, error);
     }
     if (status == KVK_OK) {
         status = offset_check(attend, "k_offset", attend->k_offset, attend->head_size_k,

@@ -12,6 +12,7 @@ struct reference_row {
     const struct kvk_attend_item *item;
     uint64_t position;
     uint64_t query; /* row of [query_count x query_heads] */
+    uint32_t head;
     uint32_t kv_head;
 };
 
@@ -60,6 +61,10 @@ static double row_logit(const struct reference_row *row, uint64_t token)
     if (attend->soft_cap > 0) {
         logit = (double)attend->soft_cap * tanh(logit / (double)attend->soft_cap);
     }
+    if (attend->alibi_slopes != NULL) {
+        double distance = (double)token - (double)row->position;
+        logit -= (double)attend->alibi_slopes[row->head] * fabs(distance);
+    }
     return logit;
 }
 
@@ -80,7 +85,10 @@ static void row_attend(const struct reference_row *row)
     const struct kvk_attend_item *item = row->item;
     float *output = item->output + row->query * attend->head_size_v;
     double values[KVK_HEAD_SIZE_MAX] = {0};
-    double max = -INFINITY;
+    double sink = attend->sink_logits != NULL && !item->partial
+                      ? (double)attend->sink_logits[row->head]
+                      : -INFINITY;
+    double max = sink;
     double sum = 0;
 
     for (uint64_t token = 0; token < item->token_count; token++) {
@@ -97,6 +105,9 @@ static void row_attend(const struct reference_row *row)
         for (uint32_t i = 0; i < attend->head_size_v; i++) {
             values[i] += weight * row_value(row, token, i);
         }
+    }
+    if (sink != -INFINITY) {
+        sum += exp(sink - max);
     }
     for (uint32_t i = 0; i < attend->head_size_v; i++) {
         output[i] = sum != 0 ? (float)(values[i] / sum) : 0;
@@ -116,6 +127,7 @@ void kvk_attend_reference(const struct kvk_attend *attend)
                 .item = item,
                 .position = item->position + query / attend->query_heads,
                 .query = query,
+                .head = head,
                 .kv_head = head / (attend->query_heads / attend->kv_heads),
             };
             row_attend(&row);
@@ -156,6 +168,27 @@ void kvk_attend_merge(float *output, float *lse, const float *other_output, cons
         float other_weight = (float)(exp(b - max) / sum);
         for (uint32_t i = 0; i < head_size; i++) {
             values[i] = weight * values[i] + other_weight * other_values[i];
+        }
+        lse[row] = (float)(max + log(sum));
+    }
+}
+
+void kvk_attend_sink_logits(float *output, float *lse, const float *sink_logits,
+                            uint64_t query_count, uint32_t query_heads, uint32_t head_size)
+{
+    for (uint64_t row = 0; row < query_count * query_heads; row++) {
+        float *values = output + row * head_size;
+        double sink = (double)sink_logits[row % query_heads];
+        double seen = (double)lse[row];
+
+        if (sink == -INFINITY) {
+            continue;
+        }
+        double max = fmax(seen, sink);
+        double sum = exp(seen - max) + exp(sink - max);
+        float weight = (float)(exp(seen - max) / sum);
+        for (uint32_t i = 0; i < head_size; i++) {
+            values[i] *= weight;
         }
         lse[row] = (float)(max + log(sum));
     }
