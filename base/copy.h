@@ -3,8 +3,8 @@
  *
  * The checksum is XXH3-64 of the whole piece (seed 0), however it was cut into steps. Copies go
  * past the caches (non-temporal stores), since a block that moves between tiers is not read again
- * soon and would push out what is. The hash reads a step of 2 KiB from memory; the copy of the
- * same step then finds it in the first cache and meanwhile fetches the next one.
+ * soon and would push out what is. Hash and copy run in one loop, line by line, so that the hash
+ * computes while the memory is waited for.
  *
  * Chosen at run time: AVX-512, AVX2, or plain C. Every function returns with its stores done and
  * visible to other processors. Source and target may have any alignment and must not overlap.
