@@ -224,7 +224,8 @@ static void words_claim(struct kvk_sidecar *sidecar, const struct kvk_block *blo
         if (slot == KVK_SLOT_NONE || !is_tracked(sidecar, (enum kvk_tier)i, slot)) {
             continue;
         }
-        uint64_t word = has_copy(block, i) ? kvk_word_sealed(entry) : KVK_WORD_GRANTED;
+        uint64_t word = has_copy(block, i) ? kvk_word_sealed(sidecar, (enum kvk_tier)i, slot, entry)
+                                           : KVK_WORD_GRANTED;
         if (sidecar->words[i][slot] != word) {
             kvk_word_write(sidecar, (enum kvk_tier)i, slot, word);
         }

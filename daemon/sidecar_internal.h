@@ -10,7 +10,7 @@
 #include "daemon/sidecar.h"
 
 #define KVK_SIDECAR_MAGIC UINT64_C(0x72616365646973eb) /* not text: its first byte is none */
-#define KVK_SIDECAR_VERSION 1U
+#define KVK_SIDECAR_VERSION 2U
 #define KVK_SIDECAR_PAGE UINT64_C(4096)
 
 /* Slots of a tier that there are words for: address space alone, so the file's layout does not
@@ -47,26 +47,27 @@ struct kvk_sidecar_process {
 };
 _Static_assert(sizeof(struct kvk_sidecar_process) == 16, "stored");
 
-/* A word: its state in the low byte, above it the entry where it is SEALED. */
+/*
+ * A word: its state in the low byte; where it is SEALED, the entry above it, and above that a check
+ * of both, of where the word stands and of this file. A word that was damaged would otherwise hand
+ * one block's bytes to another block, whose record is whole.
+ */
 enum kvk_word_state {
     KVK_WORD_FREE = 0, /* what a hole in the file reads as */
     KVK_WORD_GRANTED = 1,
     KVK_WORD_SEALED = 2,
 };
-
-static inline uint64_t kvk_word_sealed(uint32_t entry)
-{
-    return (uint64_t)entry << 8 | KVK_WORD_SEALED;
-}
+#define KVK_WORD_ENTRY_SHIFT 8
+#define KVK_WORD_CHECK_SHIFT 40
 
 static inline enum kvk_word_state kvk_word_state(uint64_t word)
 {
     return (enum kvk_word_state)(word & 0xff);
 }
 
-static inline uint64_t kvk_word_entry(uint64_t word)
+static inline uint32_t kvk_word_entry(uint64_t word)
 {
-    return word >> 8;
+    return (uint32_t)(word >> KVK_WORD_ENTRY_SHIFT);
 }
 
 /* Behind it: u64 checksums[shard_count], u32 tokens[block_tokens], the salt, the content bytes. */
@@ -98,6 +99,25 @@ struct kvk_sidecar {
     struct kvk_sidecar_found found;
     uint64_t *bound; /* [entry_high / 64 + 1] while it is restored: entries of a block. Ours */
 };
+
+/* What the slot's word says where it is the entry's. */
+static inline uint64_t kvk_word_sealed(const struct kvk_sidecar *sidecar, enum kvk_tier tier,
+                                       uint32_t slot, uint32_t entry)
+{
+    uint64_t place = (uint64_t)tier << 32 | slot;
+    uint64_t mixed = sidecar->header->nonce ^ place * UINT64_C(0x9e3779b97f4a7c15);
+    mixed = (mixed ^ mixed >> 32 ^ entry) * UINT64_C(0xd6e8feb86659fd93);
+    mixed = (mixed ^ mixed >> 32) * UINT64_C(0xd6e8feb86659fd93);
+    return mixed >> KVK_WORD_CHECK_SHIFT << KVK_WORD_CHECK_SHIFT |
+           (uint64_t)entry << KVK_WORD_ENTRY_SHIFT | KVK_WORD_SEALED;
+}
+
+/* Does the word say so, undamaged? */
+static inline bool kvk_word_is_sealed(const struct kvk_sidecar *sidecar, enum kvk_tier tier,
+                                      uint32_t slot, uint64_t word)
+{
+    return word == kvk_word_sealed(sidecar, tier, slot, kvk_word_entry(word));
+}
 
 static inline struct kvk_sidecar_entry *kvk_sidecar_entry_at(const struct kvk_sidecar *sidecar,
                                                              uint32_t entry)

@@ -77,6 +77,8 @@ void kvk_sidecar_processes_clear(struct kvk_group *group)
 }
 
 struct granted {
+    const struct kvk_sidecar *sidecar;
+    enum kvk_tier tier;
     void (*visit)(void *context, uint32_t slot);
     void *context;
 };
@@ -85,7 +87,7 @@ struct granted {
 static void granted_visit(void *context, uint32_t slot, uint64_t word)
 {
     const struct granted *granted = context;
-    if (kvk_word_state(word) != KVK_WORD_SEALED) {
+    if (!kvk_word_is_sealed(granted->sidecar, granted->tier, slot, word)) {
         granted->visit(granted->context, slot);
     }
 }
@@ -93,7 +95,8 @@ static void granted_visit(void *context, uint32_t slot, uint64_t word)
 void kvk_sidecar_granted(const struct kvk_group *group, enum kvk_tier tier,
                          void (*visit)(void *context, uint32_t slot), void *context)
 {
-    struct granted granted = {.visit = visit, .context = context};
+    struct granted granted = {
+        .sidecar = group->sidecar, .tier = tier, .visit = visit, .context = context};
     if (group->sidecar != NULL) {
         words_visit(group->sidecar, tier, slots_of(group, tier), granted_visit, &granted);
     }
@@ -110,8 +113,9 @@ struct reading {
 static void sealed_visit(void *context, uint32_t slot, uint64_t word)
 {
     struct reading *reading = context;
-    uint64_t entry = kvk_word_entry(word);
-    if (kvk_word_state(word) == KVK_WORD_SEALED && entry < reading->sidecar->header->entry_high &&
+    uint32_t entry = kvk_word_entry(word);
+    if (kvk_word_is_sealed(reading->sidecar, reading->tier, slot, word) &&
+        entry < reading->sidecar->header->entry_high &&
         reading->slots[reading->tier][entry] == KVK_SLOT_NONE) {
         reading->slots[reading->tier][entry] = slot;
     }
@@ -254,7 +258,7 @@ static void slot_settle(void *context, uint32_t slot, uint64_t word)
     if (slot >= kvk_arena_slot_capacity(&at->arena)) {
         /* A daemon with a larger tier may have it again: then with nothing in it that was sealed,
          * but perhaps with somebody who writes. */
-        if (kvk_word_state(word) == KVK_WORD_SEALED) {
+        if (kvk_word_is_sealed(settling->group->sidecar, settling->tier, slot, word)) {
             kvk_word_write(settling->group->sidecar, settling->tier, slot, KVK_WORD_GRANTED);
         }
     } else if (!kvk_arena_is_used(&at->arena, slot)) {
@@ -328,7 +332,9 @@ static void entry_check(const struct kvk_cache *cache, const struct kvk_group *g
                       token_size) == 0);
     for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         if ((block->tier_mask & (1U << i)) != 0 && sidecar->words[i] != NULL) {
-            KVK_ASSERT(sidecar->words[i][block->slot[i]] == kvk_word_sealed(number));
+            uint32_t slot = block->slot[i];
+            KVK_ASSERT(sidecar->words[i][slot] ==
+                       kvk_word_sealed(sidecar, (enum kvk_tier)i, slot, number));
         }
     }
 }

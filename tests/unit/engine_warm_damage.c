@@ -109,6 +109,38 @@ Test(engine_warm_damage, a_flipped_bit_of_a_record_costs_that_record_and_what_ha
     place_finish(&place);
 }
 
+/* A word that names another block's record, which is whole: its bytes would be that block's. */
+Test(engine_warm_damage, a_damaged_word_hands_no_block_the_bytes_of_another)
+{
+    struct place place;
+    struct kept_files files;
+    uint64_t word = 0;
+    const uint64_t nothing = 0;
+    place_init(&place);
+    daemon_die(&place, life_of_one_chain);
+    daemon_start(&place);
+    const struct kvk_sidecar *sidecar = place_group(&place)->sidecar;
+    off_t words = (uint8_t *)sidecar->words[KVK_TIER_DEVICE] - sidecar->region.address;
+    daemon_stop(&place);
+    kept_take(&place, &files);
+    int fd = kept_find(&files, "-side");
+    off_t fifth = words + (off_t)(place.shared->slots[5] * sizeof(word));
+    off_t sixth = words + (off_t)(place.shared->slots[6] * sizeof(word));
+    uint64_t other = 0;
+    cr_assert_eq(pread(fd, &word, sizeof(word), fifth), sizeof(word));
+    cr_assert_eq(pread(fd, &other, sizeof(other), sixth), sizeof(other));
+    other ^= (uint64_t)(kvk_word_entry(word) ^ kvk_word_entry(other)) << KVK_WORD_ENTRY_SHIFT;
+    cr_assert_eq(kvk_word_entry(other), kvk_word_entry(word));
+    cr_assert_eq(pwrite(fd, &nothing, sizeof(nothing), fifth), sizeof(nothing));
+    cr_assert_eq(pwrite(fd, &other, sizeof(other), sixth), sizeof(other));
+    kept_close(&files);
+    daemon_start(&place);
+    cr_assert_eq(chain_read(&place, 1000, CHAIN_TOKENS), 5 * BLOCK_TOKENS);
+    kvk_cache_check(place.house.cache);
+    daemon_stop(&place);
+    place_finish(&place);
+}
+
 /* Any bytes anywhere in header, processes, words and entries: no crash, and no byte of another's.
  */
 Test(engine_warm_damage, whatever_stands_in_a_sidecar_no_wrong_byte_is_served, .timeout = 120)
