@@ -10,7 +10,8 @@
 
 /* ---- Formats ---- */
 
-const char *const kvk_capacity_format_names = "fp32, bf16, fp16, fp8, int8, int4, int4z";
+const char *const kvk_capacity_format_names =
+    "fp32, bf16, fp16, fp8, int8, int4, int4z, fp8_e4m3, int8_channel, int8_32";
 
 bool kvk_capacity_format_named(const char *name, struct kvk_capacity_format *format)
 {
@@ -25,6 +26,9 @@ bool kvk_capacity_format_named(const char *name, struct kvk_capacity_format *for
         {"int8", {.value_bits = 8, .scale_bits = 16, .scale_values = 32}},
         {"int4", {.value_bits = 4, .scale_bits = 16, .scale_values = 32}},
         {"int4z", {.value_bits = 4, .scale_bits = 16, .zero_bits = 16, .scale_values = 32}},
+        {"fp8_e4m3", {.stored = KVK_FORMAT_FP8_E4M3, .value_bits = 8}},
+        {"int8_channel", {.stored = KVK_FORMAT_INT8_CHANNEL, .value_bits = 8}},
+        {"int8_32", {.stored = KVK_FORMAT_INT8_32, .value_bits = 8}},
     };
     for (size_t i = 0; i < sizeof(known) / sizeof(known[0]); i++) {
         if (strcmp(name, known[i].name) == 0) {
@@ -127,6 +131,15 @@ static enum kvk_status check_layers(const struct kvk_capacity *capacity,
                               "of %u",
                               (unsigned long long)values, format->scale_values);
     }
+    if (!kvk_format_fits(format->stored, layers->head_size_k) ||
+        !kvk_format_fits(format->stored, layers->head_size_v)) {
+        return fail(error, "head_size", layers->head_size_k, KVK_INT8_32_VALUES,
+                    "must be a multiple of 32 in int8_32");
+    }
+    if (format->stored == KVK_FORMAT_INT8_CHANNEL && layers->latent) {
+        return fail(error, "format", format->stored, 0,
+                    "int8_channel scales K and V in different ways, so V cannot be a view of K");
+    }
     if (values * format->value_bits % 8 != 0) {
         return fail(error, "value_bits", format->value_bits, values,
                     "the values of a token and layer are not whole bytes");
@@ -183,21 +196,68 @@ static uint64_t value_bytes(const struct kvk_capacity_format *format, uint64_t v
     return (bits + 7) / 8;
 }
 
+/* A block of `heads` heads of one layer. */
+static uint64_t heads_block_bytes(const struct kvk_capacity *capacity,
+                                  const struct kvk_capacity_layers *layers, uint32_t heads)
+{
+    const struct kvk_capacity_format *format = &capacity->format;
+    if (format->stored == KVK_FORMAT_NONE) {
+        return value_bytes(format, layer_values(layers, heads)) * capacity->block_tokens;
+    }
+    uint32_t tokens = capacity->block_tokens;
+    uint64_t bytes =
+        kvk_part_of(format->stored, false, heads, tokens, layers->head_size_k).size_bytes;
+    if (layers->head_size_v > 0) {
+        bytes += kvk_part_of(format->stored, true, heads, tokens, layers->head_size_v).size_bytes;
+    }
+    return bytes;
+}
+
+static uint64_t token_share(const struct kvk_capacity *capacity, uint64_t block_bytes)
+{
+    return (block_bytes + capacity->block_tokens - 1) / capacity->block_tokens;
+}
+
+static uint64_t layers_per_rank(const struct kvk_capacity *capacity,
+                                const struct kvk_capacity_layers *layers)
+{
+    return (layers->layers + capacity->pipeline_ranks - 1) / capacity->pipeline_ranks;
+}
+
 uint64_t kvk_capacity_layer_bytes(const struct kvk_capacity *capacity, uint32_t group)
 {
     KVK_ASSERT(group < capacity->group_count);
     const struct kvk_capacity_layers *layers = &capacity->groups[group];
-    return value_bytes(&capacity->format, layer_values(layers, layers->kv_heads));
+    return token_share(capacity, heads_block_bytes(capacity, layers, layers->kv_heads));
 }
 
 uint64_t kvk_capacity_rank_bytes(const struct kvk_capacity *capacity, uint32_t group)
 {
     KVK_ASSERT(group < capacity->group_count);
     const struct kvk_capacity_layers *layers = &capacity->groups[group];
-    uint64_t rank_layers =
-        (layers->layers + capacity->pipeline_ranks - 1) / capacity->pipeline_ranks;
-    return value_bytes(&capacity->format, layer_values(layers, rank_heads(capacity, layers))) *
-           rank_layers;
+    uint64_t bytes = heads_block_bytes(capacity, layers, rank_heads(capacity, layers));
+    return token_share(capacity, bytes) * layers_per_rank(capacity, layers);
+}
+
+uint64_t kvk_capacity_rank_block_bytes(const struct kvk_capacity *capacity, uint32_t group)
+{
+    KVK_ASSERT(group < capacity->group_count);
+    const struct kvk_capacity_layers *layers = &capacity->groups[group];
+    return heads_block_bytes(capacity, layers, rank_heads(capacity, layers)) *
+           layers_per_rank(capacity, layers);
+}
+
+double kvk_capacity_value_bytes(const struct kvk_capacity *capacity)
+{
+    double bytes = 0;
+    double values = 0;
+    for (uint32_t i = 0; i < capacity->group_count; i++) {
+        const struct kvk_capacity_layers *layers = &capacity->groups[i];
+        bytes += (double)heads_block_bytes(capacity, layers, layers->kv_heads) * layers->layers;
+        values += (double)layer_values(layers, layers->kv_heads) * capacity->block_tokens *
+                  layers->layers;
+    }
+    return bytes / values;
 }
 
 uint64_t kvk_capacity_token_bytes(const struct kvk_capacity *capacity)
@@ -271,15 +331,19 @@ uint64_t kvk_capacity_sequence_bytes(const struct kvk_capacity *capacity, uint64
 {
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < capacity->group_count; i++) {
-        bytes += kvk_capacity_kept_blocks(capacity, i, tokens) * capacity->block_tokens *
-                 kvk_capacity_rank_bytes(capacity, i);
+        bytes += kvk_capacity_kept_blocks(capacity, i, tokens) *
+                 kvk_capacity_rank_block_bytes(capacity, i);
     }
     return bytes;
 }
 
 uint64_t kvk_capacity_block_bytes(const struct kvk_capacity *capacity)
 {
-    return kvk_capacity_token_rank_bytes(capacity) * capacity->block_tokens;
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < capacity->group_count; i++) {
+        bytes += capacity->groups[i].cross ? 0 : kvk_capacity_rank_block_bytes(capacity, i);
+    }
+    return bytes;
 }
 
 uint64_t kvk_capacity_tokens_max(const struct kvk_capacity *capacity, uint64_t budget_bytes)
@@ -315,7 +379,7 @@ uint64_t kvk_capacity_sequences(const struct kvk_capacity *capacity,
     uint64_t shared_bytes = 0;
     uint64_t own_bytes = 0;
     for (uint32_t i = 0; i < capacity->group_count; i++) {
-        uint64_t block_bytes = capacity->block_tokens * kvk_capacity_rank_bytes(capacity, i);
+        uint64_t block_bytes = kvk_capacity_rank_block_bytes(capacity, i);
         uint64_t kept = kvk_capacity_kept_blocks(capacity, i, tokens);
         uint64_t shared = 0;
         if (!capacity->groups[i].cross) {

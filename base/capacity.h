@@ -18,22 +18,26 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "base/format.h"
 #include "base/status.h"
 
 #define KVK_CAPACITY_GROUP_MAX 8
 #define KVK_CAPACITY_TOKENS_MAX (UINT64_C(1) << 40) /* of anything that is asked for */
 
-/* How a value is stored: `value_bits` each, and for every `scale_values` of them a scale and a
+/* How a value is stored: as the daemon stores `stored`, in whole blocks with their scales; or,
+ * where that is NONE, `value_bits` each, and for every `scale_values` of them a scale and a
  * zero-point. */
 struct kvk_capacity_format {
+    enum kvk_format stored; /* compact formats, whose scales depend on the block's shape */
     uint32_t value_bits;
     uint32_t scale_bits;
     uint32_t zero_bits;
     uint32_t scale_values; /* 0: none have scales or zero-points */
 };
 
-/* By name: fp32, bf16, fp16, fp8, int8 (fp16 scale per 32 values), int4 (the same), int4z (with an
- * fp16 zero-point). False: unknown. */
+/* By name: fp32, bf16, fp16, fp8 (its scales elsewhere), int8 (fp16 scale per 32 values), int4 (the
+ * same), int4z (with an fp16 zero-point); and the daemon's fp8_e4m3, int8_channel and int8_32.
+ * False: unknown. */
 bool kvk_capacity_format_named(const char *name, struct kvk_capacity_format *format);
 extern const char *const kvk_capacity_format_names; /* "fp32, bf16, …" */
 
@@ -64,10 +68,15 @@ struct kvk_capacity {
 KVK_CHECKED enum kvk_status kvk_capacity_check(const struct kvk_capacity *capacity,
                                                struct kvk_error *error);
 
-/* Bytes of a token in one layer of the group, all ranks' heads once. */
+/* Bytes of a token in one layer of the group, all ranks' heads once. Where scales belong to blocks,
+ * here and below a token's bytes are its block's, dealt out and rounded up. */
 uint64_t kvk_capacity_layer_bytes(const struct kvk_capacity *capacity, uint32_t group);
-/* The same on the fullest rank, for all of the group's layers that it has. */
+/* The same on the fullest rank, for all of the group's layers that it has; and of a whole block. */
 uint64_t kvk_capacity_rank_bytes(const struct kvk_capacity *capacity, uint32_t group);
+uint64_t kvk_capacity_rank_block_bytes(const struct kvk_capacity *capacity, uint32_t group);
+
+/* Bytes per value over all layers, scales and padding counted: what 2 L Hkv d is multiplied by. */
+double kvk_capacity_value_bytes(const struct kvk_capacity *capacity);
 
 /* A token of the decoder over all layers that keep it, windowed ones too; cross layers apart. */
 uint64_t kvk_capacity_token_bytes(const struct kvk_capacity *capacity);

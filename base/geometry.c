@@ -26,11 +26,6 @@ static enum kvk_status check_count(struct kvk_error *error, const char *prefix, 
     return refuse(error, prefix, name, value, limit, reason);
 }
 
-static bool format_is_known(enum kvk_format format)
-{
-    return kvk_format_bytes(format) != 0;
-}
-
 /* Counts that every layout needs: they decide how many shards there are. */
 static enum kvk_status check_counts(const struct kvk_geometry *geometry, const char *prefix,
                                     struct kvk_error *error)
@@ -90,17 +85,45 @@ static enum kvk_status check_view(const struct kvk_geometry *geometry, const cha
     return KVK_OK;
 }
 
-/* K and V of one head and block follow each other; each must begin on a multiple of its value. */
+/* K and V of one layer follow each other; each must begin on a multiple of its value or scale. */
 static bool values_are_aligned(const struct kvk_geometry *geometry)
 {
     if (geometry->latent) {
         return true;
     }
-    size_t bytes_k = kvk_format_bytes(geometry->format_k);
-    size_t bytes_v = kvk_format_bytes(geometry->format_v);
-    uint64_t size_k = (uint64_t)geometry->block_tokens * geometry->head_size_k * bytes_k;
-    uint64_t size_v = (uint64_t)geometry->block_tokens * geometry->head_size_v * bytes_v;
-    return size_k % bytes_v == 0 && size_v % bytes_k == 0;
+    struct kvk_part k =
+        kvk_part_of(geometry->format_k, false, 1, geometry->block_tokens, geometry->head_size_k);
+    struct kvk_part v =
+        kvk_part_of(geometry->format_v, true, 1, geometry->block_tokens, geometry->head_size_v);
+    return k.size_bytes % kvk_format_align(geometry->format_v) == 0 &&
+           v.size_bytes % kvk_format_align(geometry->format_k) == 0;
+}
+
+/* Compact formats: what their kernels can read. */
+static enum kvk_status check_compact(const struct kvk_geometry *geometry, const char *prefix,
+                                     struct kvk_error *error)
+{
+    enum kvk_format format_k = geometry->format_k;
+    enum kvk_format format_v = geometry->latent ? format_k : geometry->format_v;
+
+    if (format_k != format_v &&
+        (kvk_format_is_compact(format_k) || kvk_format_is_compact(format_v))) {
+        return refuse(error, prefix, "format_v", format_v, format_k,
+                      "a compact format is one of both K and V");
+    }
+    if (format_k == KVK_FORMAT_INT8_CHANNEL && geometry->latent) {
+        return refuse(error, prefix, "format_k", format_k, 0,
+                      "int8_channel scales K and V in different ways, so V cannot be a view of K");
+    }
+    if (!kvk_format_fits(format_k, geometry->head_size_k)) {
+        return refuse(error, prefix, "head_size_k", geometry->head_size_k, KVK_INT8_32_VALUES,
+                      "must be a multiple of 32 in int8_32");
+    }
+    if (!kvk_format_fits(format_v, geometry->head_size_v)) {
+        return refuse(error, prefix, "head_size_v", geometry->head_size_v, KVK_INT8_32_VALUES,
+                      "must be a multiple of 32 in int8_32");
+    }
+    return KVK_OK;
 }
 
 static enum kvk_status check_heads(const struct kvk_geometry *geometry, const char *prefix,
@@ -122,21 +145,22 @@ static enum kvk_status check_heads(const struct kvk_geometry *geometry, const ch
             return status;
         }
     }
-    if (!format_is_known(geometry->format_k)) {
+    if (!kvk_format_is_known(geometry->format_k)) {
         return refuse(error, prefix, "format_k", geometry->format_k, 0, "no such format");
     }
-    if (!geometry->latent && !format_is_known(geometry->format_v)) {
+    if (!geometry->latent && !kvk_format_is_known(geometry->format_v)) {
         return refuse(error, prefix, "format_v", geometry->format_v, 0, "no such format");
     }
     if (geometry->opaque_bytes != 0) {
         return refuse(error, prefix, "opaque_bytes", geometry->opaque_bytes, 0,
                       "only an opaque layout has it");
     }
-    if (!values_are_aligned(geometry)) {
-        return refuse(error, prefix, "format_v", geometry->format_v, 0,
-                      "K and V of these sizes would not be aligned in one block");
+    enum kvk_status status = check_compact(geometry, prefix, error);
+    if (status == KVK_OK && !values_are_aligned(geometry)) {
+        status = refuse(error, prefix, "format_v", geometry->format_v, 0,
+                        "K and V of these sizes would not be aligned in one block");
     }
-    return KVK_OK;
+    return status;
 }
 
 static enum kvk_status check_opaque(const struct kvk_geometry *geometry, const char *prefix,
@@ -179,37 +203,6 @@ enum kvk_status kvk_geometry_check(const struct kvk_geometry *geometry, const ch
                       "bytes of one shard of one block, over the limit of 1073741824");
     }
     return KVK_OK;
-}
-
-/* ---- Formats ---- */
-
-size_t kvk_format_bytes(enum kvk_format format)
-{
-    switch (format) {
-    case KVK_FORMAT_NONE:
-        return 0;
-    case KVK_FORMAT_FP32:
-        return 4;
-    case KVK_FORMAT_FP16:
-    case KVK_FORMAT_BF16:
-        return 2;
-    }
-    return 0;
-}
-
-const char *kvk_format_name(enum kvk_format format)
-{
-    switch (format) {
-    case KVK_FORMAT_NONE:
-        return "none";
-    case KVK_FORMAT_FP32:
-        return "fp32";
-    case KVK_FORMAT_FP16:
-        return "fp16";
-    case KVK_FORMAT_BF16:
-        return "bf16";
-    }
-    return "unknown";
 }
 
 /* ---- Ranks and shards ---- */
@@ -286,24 +279,38 @@ uint32_t kvk_geometry_shard_first_head(const struct kvk_geometry *geometry, uint
 
 /* ---- Bytes ---- */
 
-static uint64_t head_bytes_k(const struct kvk_geometry *geometry)
+/* Of a layer of `heads` heads. */
+static struct kvk_part part_of(const struct kvk_geometry *geometry, uint32_t heads, bool is_value)
 {
-    return (uint64_t)geometry->head_size_k * kvk_format_bytes(geometry->format_k);
+    if (!is_value) {
+        return kvk_part_of(geometry->format_k, false, heads, geometry->block_tokens,
+                           geometry->head_size_k);
+    }
+    if (geometry->latent) { /* a view of K */
+        return kvk_part_of(KVK_FORMAT_NONE, true, heads, geometry->block_tokens,
+                           geometry->head_size_v);
+    }
+    return kvk_part_of(geometry->format_v, true, heads, geometry->block_tokens,
+                       geometry->head_size_v);
 }
 
-static uint64_t head_bytes_v(const struct kvk_geometry *geometry)
+struct kvk_part kvk_geometry_part(const struct kvk_geometry *geometry, uint32_t shard,
+                                  bool is_value)
 {
-    if (geometry->latent) {
-        return 0; /* a view of K */
-    }
-    return (uint64_t)geometry->head_size_v * kvk_format_bytes(geometry->format_v);
+    KVK_ASSERT(geometry->layout != KVK_LAYOUT_OPAQUE);
+    return part_of(geometry, kvk_geometry_shard_heads(geometry, shard), is_value);
+}
+
+/* K and V of one layer of `heads` heads of one block. */
+static uint64_t heads_bytes(const struct kvk_geometry *geometry, uint32_t heads)
+{
+    return part_of(geometry, heads, false).size_bytes + part_of(geometry, heads, true).size_bytes;
 }
 
 /* K and V of one layer of one shard of one block. */
 static uint64_t layer_bytes(const struct kvk_geometry *geometry, uint32_t shard)
 {
-    return (uint64_t)kvk_geometry_shard_heads(geometry, shard) * geometry->block_tokens *
-           (head_bytes_k(geometry) + head_bytes_v(geometry));
+    return heads_bytes(geometry, kvk_geometry_shard_heads(geometry, shard));
 }
 
 uint64_t kvk_geometry_shard_bytes(const struct kvk_geometry *geometry, uint32_t shard)
@@ -330,8 +337,7 @@ uint64_t kvk_geometry_v_offset(const struct kvk_geometry *geometry, uint32_t sha
     if (geometry->latent) {
         return k_offset;
     }
-    return k_offset + (uint64_t)kvk_geometry_shard_heads(geometry, shard) * geometry->block_tokens *
-                          head_bytes_k(geometry);
+    return k_offset + kvk_geometry_part(geometry, shard, false).size_bytes;
 }
 
 uint64_t kvk_geometry_block_bytes(const struct kvk_geometry *geometry)
@@ -350,8 +356,8 @@ uint64_t kvk_geometry_token_bytes(const struct kvk_geometry *geometry)
         uint64_t block_bytes = kvk_geometry_block_bytes(geometry);
         return (block_bytes + geometry->block_tokens - 1) / geometry->block_tokens;
     }
-    return (uint64_t)geometry->layers * geometry->kv_heads *
-           (head_bytes_k(geometry) + head_bytes_v(geometry));
+    uint64_t bytes = heads_bytes(geometry, geometry->kv_heads);
+    return geometry->layers * ((bytes + geometry->block_tokens - 1) / geometry->block_tokens);
 }
 
 uint64_t kvk_geometry_window_start(const struct kvk_geometry *geometry, uint64_t position)

@@ -3,7 +3,8 @@
  * The daemon's pools, its admission and the capacity planner all count with this file.
  *
  * One block holds K and V of `block_tokens` consecutive tokens, cut into shards (tensor x pipeline
- * ranks). The bytes of a shard are contiguous: [layer][K or V][head][token][dim] (heads first).
+ * ranks). The bytes of a shard are contiguous: [layer][K or V][head][token][dim] (heads first); in
+ * compact formats the scales of a layer's K follow its rows, and so do V's (base/format.h).
  * A latent cache (MLA) stores K alone: V is the first head_size_v values of K.
  */
 #ifndef KVK_BASE_GEOMETRY_H
@@ -13,6 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/format.h"
 #include "base/status.h"
 
 #define KVK_GROUP_COUNT_MAX 8
@@ -22,14 +24,6 @@
 #define KVK_HEAD_COUNT_MAX 1024
 #define KVK_HEAD_SIZE_MAX 4096
 #define KVK_BLOCK_BYTES_MAX (UINT64_C(1) << 30) /* one shard of one block */
-
-/* How one value of K or V is stored. The numbers travel in the API; only add. */
-enum kvk_format {
-    KVK_FORMAT_NONE = 0,
-    KVK_FORMAT_FP32 = 1,
-    KVK_FORMAT_FP16 = 2,
-    KVK_FORMAT_BF16 = 3,
-};
 
 enum kvk_layout {
     KVK_LAYOUT_HEADS_FIRST = 1,  /* [layer][K or V][head][token][dim]; can be attended */
@@ -49,7 +43,7 @@ struct kvk_geometry {
     uint32_t head_size_v; /* values per head of V */
     uint32_t block_tokens;
     enum kvk_format format_k;
-    enum kvk_format format_v;
+    enum kvk_format format_v; /* format_k, where that or this is compact; NONE too where latent */
     enum kvk_layout layout;
     enum kvk_attention attention;
     uint32_t tensor_shards; /* heads are dealt out; fewer heads than ranks: each has one, copied */
@@ -69,9 +63,6 @@ KVK_CHECKED enum kvk_status kvk_geometry_check(const struct kvk_geometry *geomet
                                                const char *prefix, struct kvk_error *error);
 
 /* All below need a checked geometry. */
-
-size_t kvk_format_bytes(enum kvk_format format); /* per value; 0 for NONE */
-const char *kvk_format_name(enum kvk_format format);
 
 /* Ranks: tensor_shards x pipeline_shards. Rank r is tensor rank r % tensor_shards of pipeline
  * rank r / tensor_shards. */
@@ -96,9 +87,14 @@ uint64_t kvk_geometry_v_offset(const struct kvk_geometry *geometry, uint32_t sha
 /* All shards of one block together. */
 uint64_t kvk_geometry_block_bytes(const struct kvk_geometry *geometry);
 
+/* A layer's K (or V, of no bytes where latent) in a shard. */
+struct kvk_part kvk_geometry_part(const struct kvk_geometry *geometry, uint32_t shard,
+                                  bool is_value);
+
 /*
  * Bytes of K and V per token over all ranks as an engine counts them, without rounding to blocks:
- * layers x (kv_heads x head_size_k x bytes_k + kv_heads x head_size_v x bytes_v).
+ * layers x (kv_heads x head_size_k x bytes_k + kv_heads x head_size_v x bytes_v). Of compact
+ * formats a layer's bytes with its scales, dealt out over the block's tokens and rounded up.
  */
 uint64_t kvk_geometry_token_bytes(const struct kvk_geometry *geometry);
 

@@ -45,6 +45,10 @@ static enum kvk_status check_request(const struct kvk_rpc *rpc,
     if (status == KVK_OK) {
         status = kvk_rpc_check_format(asked->format, false, "format", &request->format, error);
     }
+    if (status == KVK_OK && kvk_format_is_compact(request->format)) {
+        status = kvk_fail_limit(error, KVK_INVALID, KVK_CAUSE_FIELD, "format", request->format,
+                                KVK_FORMAT_BF16, "format: queries are fp32, fp16 or bf16");
+    }
     if (status == KVK_OK) {
         status = kvk_rpc_check_number((double)asked->scale, true, "scale", error);
     }

@@ -304,9 +304,10 @@ static enum kvk_status check_enum(int value, int from, int to, const char *field
 enum kvk_status kvk_rpc_check_format(Kvkeep__V1__Format format, bool may_be_none, const char *field,
                                      enum kvk_format *result, struct kvk_error *error)
 {
-    _Static_assert((int)KVK_FORMAT_BF16 == (int)KVKEEP__V1__FORMAT__FORMAT_BF16, "numbers agree");
+    _Static_assert((int)KVK_FORMAT_INT8_32 == (int)KVKEEP__V1__FORMAT__FORMAT_INT8_32,
+                   "numbers agree");
     *result = (enum kvk_format)format;
-    return check_enum((int)format, may_be_none ? KVK_FORMAT_NONE : KVK_FORMAT_FP32, KVK_FORMAT_BF16,
+    return check_enum((int)format, may_be_none ? KVK_FORMAT_NONE : KVK_FORMAT_FP32, KVK_FORMAT_MAX,
                       field, error);
 }
 

@@ -33,15 +33,45 @@ static bool touches_part(const struct part *part, uint32_t block_tokens, uint64_
     return in_row < sealed * part->token_bytes || crosses;
 }
 
-/* Bytes of one token in one row: of one head, or of all where tokens come first. */
-static uint64_t token_bytes(const struct kvk_geometry *geometry, uint32_t shard, uint32_t head_size,
-                            enum kvk_format format)
+/* Of rows: of one head, or of all where tokens come first. */
+static struct part rows_of(const struct kvk_geometry *geometry, const struct kvk_part *part,
+                           uint64_t begin)
 {
-    uint64_t bytes = head_size * kvk_format_bytes(format);
+    uint64_t size = part->row_bytes * part->tokens * part->heads;
+    uint64_t token_bytes = part->row_bytes;
     if (geometry->layout == KVK_LAYOUT_TOKENS_FIRST) {
-        bytes *= kvk_geometry_shard_heads(geometry, shard);
+        token_bytes *= part->heads;
     }
-    return bytes;
+    return (struct part){begin, begin + size, token_bytes};
+}
+
+/* Scales of tokens are granted with them; those that a head's or a channel's tokens share, with the
+ * first of them: they are sealed when one of them is. */
+static struct part scales_of(const struct kvk_part *part, uint64_t begin)
+{
+    uint64_t token_bytes = part->scale_stride;
+    if (part->format == KVK_FORMAT_INT8_CHANNEL && part->is_value) {
+        token_bytes = sizeof(uint16_t);
+    }
+    uint64_t first = begin + part->scales_offset;
+    return (struct part){first, first + part->scale_stride * part->heads, token_bytes};
+}
+
+/* Does K or V of a layer, from byte `begin` of the shard on? */
+static bool touches_sealed_part(const struct kvk_geometry *geometry, const struct kvk_part *part,
+                                uint64_t begin, uint64_t sealed, uint64_t first, uint64_t end)
+{
+    const struct part rows = rows_of(geometry, part, begin);
+    if (touches_part(&rows, geometry->block_tokens, sealed, first, end)) {
+        return true;
+    }
+    if (part->scales_offset == 0) {
+        return false;
+    }
+    const struct part scales = scales_of(part, begin);
+    bool is_shared = scales.token_bytes == part->scale_stride;
+    return touches_part(&scales, is_shared ? 1 : geometry->block_tokens, is_shared ? 1 : sealed,
+                        first, end);
 }
 
 /* Do bytes [first, end) of the shard touch one of the first `sealed` tokens of the block? */
@@ -55,19 +85,15 @@ static bool touches_sealed(const struct kvk_group *group, uint32_t shard, uint64
     if (geometry->layout == KVK_LAYOUT_OPAQUE) {
         return sealed == geometry->block_tokens; /* it belongs to the block's end */
     }
-    uint64_t token_k = token_bytes(geometry, shard, geometry->head_size_k, geometry->format_k);
-    uint64_t token_v = token_bytes(geometry, shard, geometry->head_size_v, geometry->format_v);
+    const struct kvk_part k = kvk_geometry_part(geometry, shard, false);
+    const struct kvk_part v = kvk_geometry_part(geometry, shard, true);
     uint32_t layers = kvk_geometry_shard_layers(geometry, shard);
     for (uint32_t layer = 0; layer < layers; layer++) {
-        uint64_t k = kvk_geometry_k_offset(geometry, shard, layer);
-        uint64_t v = kvk_geometry_v_offset(geometry, shard, layer);
-        uint64_t layer_end = layer + 1 < layers ? kvk_geometry_k_offset(geometry, shard, layer + 1)
-                                                : group->shard_bytes[shard];
-        const struct part keys = {k, geometry->latent ? layer_end : v, token_k};
-        const struct part values = {v, layer_end, token_v};
-        if (touches_part(&keys, geometry->block_tokens, sealed, first, end) ||
+        if (touches_sealed_part(geometry, &k, kvk_geometry_k_offset(geometry, shard, layer), sealed,
+                                first, end) ||
             (!geometry->latent &&
-             touches_part(&values, geometry->block_tokens, sealed, first, end))) {
+             touches_sealed_part(geometry, &v, kvk_geometry_v_offset(geometry, shard, layer),
+                                 sealed, first, end))) {
             return true;
         }
     }

@@ -68,10 +68,25 @@ struct kvk_attend {
     const float *sink_logits;  /* [query_heads], finite or -inf (no sink); NULL: none */
 };
 
-/* KVK_INVALID naming the field: sizes, NaN or infinite scale or slopes, heads that do not divide,
- * pages that end before token_count. Every device calls it first. Only tokens of pages that are
- * there are attended: from first_token on, NULL pages left out, so that a prefix can be attended in
- * parts. */
+/*
+ * The layer's K or V as it lies in a page. Where latent, V is the first head_size_v values of K's
+ * rows. Compact formats are attended as they are: a stored value times its scale, in fp32; a NaN
+ * among scales that count is a NaN in the result, as it is among values.
+ */
+static inline struct kvk_part kvk_attend_part(const struct kvk_attend *attend, bool is_value)
+{
+    if (is_value && !attend->latent) {
+        return kvk_part_of(attend->format_v, true, attend->kv_heads, attend->block_tokens,
+                           attend->head_size_v);
+    }
+    return kvk_part_of(attend->format_k, false, attend->kv_heads, attend->block_tokens,
+                       attend->head_size_k);
+}
+
+/* KVK_INVALID naming the field: sizes, formats that do not go together, NaN or infinite scale or
+ * slopes, heads that do not divide, pages that end before token_count. Every device calls it first.
+ * Only tokens of pages that are there are attended: from first_token on, NULL pages left out, so
+ * that a prefix can be attended in parts. */
 KVK_CHECKED enum kvk_status kvk_attend_check(const struct kvk_attend *attend,
                                              struct kvk_error *error);
 

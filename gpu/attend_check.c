@@ -62,11 +62,26 @@ static enum kvk_status formats_check(const struct kvk_attend *attend, struct kvk
     if (kvk_format_bytes(attend->format_q) == 0) {
         return refuse(error, "format_q", (uint64_t)attend->format_q, "is not known");
     }
-    if (kvk_format_bytes(attend->format_k) == 0) {
+    if (!kvk_format_is_known(attend->format_k)) {
         return refuse(error, "format_k", (uint64_t)attend->format_k, "is not known");
     }
-    if (!attend->latent && kvk_format_bytes(attend->format_v) == 0) {
+    if (!attend->latent && !kvk_format_is_known(attend->format_v)) {
         return refuse(error, "format_v", (uint64_t)attend->format_v, "is not known");
+    }
+    enum kvk_format format_v = attend->latent ? attend->format_k : attend->format_v;
+    if (attend->format_k != format_v &&
+        (kvk_format_is_compact(attend->format_k) || kvk_format_is_compact(format_v))) {
+        return refuse(error, "format_v", (uint64_t)format_v,
+                      "must be format_k where one of them is compact");
+    }
+    if (attend->latent && attend->format_k == KVK_FORMAT_INT8_CHANNEL) {
+        return refuse(error, "format_k", (uint64_t)attend->format_k, "cannot be of a latent cache");
+    }
+    if (!kvk_format_fits(attend->format_k, attend->head_size_k)) {
+        return refuse(error, "head_size_k", attend->head_size_k, "must be a multiple of 32");
+    }
+    if (!kvk_format_fits(format_v, attend->head_size_v)) {
+        return refuse(error, "head_size_v", attend->head_size_v, "must be a multiple of 32");
     }
     if (!isfinite(attend->scale)) {
         return refuse(error, "scale", 0, "must be a finite number");
@@ -94,12 +109,10 @@ static enum kvk_status per_head_check(const struct kvk_attend *attend, const cha
 }
 
 /* The layer's K or V must lie in a shard that a geometry can have. */
-static enum kvk_status offset_check(const struct kvk_attend *attend, const char *field,
-                                    uint64_t offset, uint32_t head_size, enum kvk_format format,
+static enum kvk_status offset_check(const char *field, uint64_t offset, const struct kvk_part *part,
                                     struct kvk_error *error)
 {
-    uint64_t size_bytes =
-        (uint64_t)attend->kv_heads * attend->block_tokens * head_size * kvk_format_bytes(format);
+    uint64_t size_bytes = part->size_bytes;
 
     if (offset > KVK_BLOCK_BYTES_MAX || size_bytes > KVK_BLOCK_BYTES_MAX - offset) {
         return kvk_fail_limit(error, KVK_INVALID, KVK_CAUSE_FIELD, field, offset,
@@ -168,12 +181,12 @@ enum kvk_status kvk_attend_check(const struct kvk_attend *attend, struct kvk_err
         status = per_head_check(attend, "sink_logits", attend->sink_logits, true, error);
     }
     if (status == KVK_OK) {
-        status = offset_check(attend, "k_offset", attend->k_offset, attend->head_size_k,
-                              attend->format_k, error);
+        const struct kvk_part part = kvk_attend_part(attend, false);
+        status = offset_check("k_offset", attend->k_offset, &part, error);
     }
     if (status == KVK_OK && !attend->latent) {
-        status = offset_check(attend, "v_offset", attend->v_offset, attend->head_size_v,
-                              attend->format_v, error);
+        const struct kvk_part part = kvk_attend_part(attend, true);
+        status = offset_check("v_offset", attend->v_offset, &part, error);
     }
     if (status == KVK_OK && attend->items == NULL) {
         status = refuse(error, "items", attend->item_count, "are missing");

@@ -34,16 +34,17 @@ static bool row_sees(const struct reference_row *row, uint64_t token)
 }
 
 /* Value `index` of the token's K or V. */
-static double page_value(const struct reference_row *row, uint64_t token, uint64_t offset,
-                         enum kvk_format format, uint32_t head_size, uint32_t index)
+static double page_value(const struct reference_row *row, uint64_t token, bool is_value,
+                         uint32_t index)
 {
     const struct kvk_attend *attend = row->attend;
+    const struct kvk_part part = kvk_attend_part(attend, is_value);
     uint64_t slot = token - row->item->first_token;
     const uint8_t *page = row->item->pages[slot / attend->block_tokens];
-    uint64_t token_row =
-        (uint64_t)row->kv_head * attend->block_tokens + slot % attend->block_tokens;
+    uint64_t offset = is_value && !attend->latent ? attend->v_offset : attend->k_offset;
 
-    return (double)kvk_value_widen(format, page + offset, token_row * head_size + index);
+    return kvk_part_value(&part, page + offset, row->kv_head,
+                          (uint32_t)(slot % attend->block_tokens), index);
 }
 
 static double row_logit(const struct reference_row *row, uint64_t token)
@@ -54,8 +55,7 @@ static double row_logit(const struct reference_row *row, uint64_t token)
     for (uint32_t i = 0; i < attend->head_size_k; i++) {
         double q = (double)kvk_value_widen(attend->format_q, row->item->queries,
                                            row->query * attend->head_size_k + i);
-        dot +=
-            q * page_value(row, token, attend->k_offset, attend->format_k, attend->head_size_k, i);
+        dot += q * page_value(row, token, false, i);
     }
     double logit = dot * (double)attend->scale;
     if (attend->soft_cap > 0) {
@@ -66,17 +66,6 @@ static double row_logit(const struct reference_row *row, uint64_t token)
         logit -= (double)attend->alibi_slopes[row->head] * fabs(distance);
     }
     return logit;
-}
-
-static double row_value(const struct reference_row *row, uint64_t token, uint32_t index)
-{
-    const struct kvk_attend *attend = row->attend;
-
-    if (attend->latent) {
-        return page_value(row, token, attend->k_offset, attend->format_k, attend->head_size_k,
-                          index);
-    }
-    return page_value(row, token, attend->v_offset, attend->format_v, attend->head_size_v, index);
 }
 
 static void row_attend(const struct reference_row *row)
@@ -103,7 +92,7 @@ static void row_attend(const struct reference_row *row)
         double weight = exp(row_logit(row, token) - max);
         sum += weight;
         for (uint32_t i = 0; i < attend->head_size_v; i++) {
-            values[i] += weight * row_value(row, token, i);
+            values[i] += weight * page_value(row, token, true, i);
         }
     }
     if (sink != -INFINITY) {

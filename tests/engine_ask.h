@@ -54,6 +54,9 @@ static inline void value_store(enum kvk_format format, uint8_t *target, float va
         memcpy(target, &brain, 2);
         break;
     case KVK_FORMAT_NONE:
+    case KVK_FORMAT_FP8_E4M3:
+    case KVK_FORMAT_INT8_CHANNEL:
+    case KVK_FORMAT_INT8_32:
         cr_assert(false);
     }
 }

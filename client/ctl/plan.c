@@ -23,7 +23,8 @@ static const struct ctl_command command = {
     .name = "plan",
     .usage = "  CONFIG                 a model's config.json; or, in its place or over it:\n"
              "  --layers N --kv-heads N --head-size N [--window N [--sinks N]]\n"
-             "  --format NAME          of values: fp32, bf16, fp16, fp8, int8, int4, int4z; or\n"
+             "  --format NAME          of values: fp32, bf16, fp16, fp8, int8, int4, int4z, or\n"
+             "                         the daemon's fp8_e4m3, int8_channel, int8_32; or\n"
              "  --value-bits N [--scale-values N --scale-bits N [--zero-bits N]]\n"
              "  --tensor N, --pipeline N    ranks\n"
              "  --block-tokens N       16\n"
@@ -180,6 +181,7 @@ static bool take_shape(struct plan *plan, int option, const char *value)
         plan->format = value;
         return kvk_capacity_format_named(value, &plan->capacity.format);
     case OPTION_VALUE_BITS:
+        plan->capacity.format.stored = KVK_FORMAT_NONE;
         return parse_small(value, &plan->capacity.format.value_bits);
     case OPTION_SCALE_BITS:
         return parse_small(value, &plan->capacity.format.scale_bits);
@@ -525,6 +527,8 @@ static void answer_json(const struct plan *plan)
     put(object, "bytes_per_token", kvk_capacity_token_bytes(capacity));
     put(object, "bytes_per_token_per_rank", kvk_capacity_token_rank_bytes(capacity));
     put(object, "block_tokens", capacity->block_tokens);
+    (void)json_object_set_new(object, "bytes_per_value",
+                              json_real(kvk_capacity_value_bytes(capacity)));
     put(object, "block_bytes_per_rank", kvk_capacity_block_bytes(capacity));
     put(object, "cross_bytes", kvk_capacity_cross_bytes(capacity));
     (void)json_object_set_new(object, "layers", layers_json(plan));
@@ -654,7 +658,10 @@ static void answer_print(const struct plan *plan)
                      capacity->pipeline_ranks);
     }
     (void)printf("; %u bits a value", capacity->format.value_bits);
-    if (capacity->format.scale_values > 0) {
+    if (capacity->format.stored != KVK_FORMAT_NONE) {
+        (void)printf(", with scales %.4f B (%s)", kvk_capacity_value_bytes(capacity),
+                     kvk_format_name(capacity->format.stored));
+    } else if (capacity->format.scale_values > 0) {
         (void)printf(" and %u for every %u of them",
                      capacity->format.scale_bits + capacity->format.zero_bits,
                      capacity->format.scale_values);

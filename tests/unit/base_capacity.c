@@ -2,6 +2,7 @@
 #include <criterion/criterion.h>
 
 #include "base/capacity.h"
+#include "base/geometry.h"
 #include "base/random.h"
 
 #define MIB (UINT64_C(1) << 20)
@@ -129,6 +130,69 @@ Test(capacity, scales_and_zero_points)
     cr_assert(kvk_capacity_format_named("int4z", &m.format));
     cr_assert_eq(kvk_capacity_token_bytes(&m), 65536 / 2 + 65536 / 32 * 4);
     cr_assert_not(kvk_capacity_format_named("int3", &m.format));
+}
+
+/* Case K3: the same bytes as the daemon's blocks take, whatever the format. */
+Test(capacity, compact_formats_count_as_they_are_stored)
+{
+    static const char *const names[] = {"fp8_e4m3", "int8_channel", "int8_32"};
+    struct kvk_random random;
+
+    kvk_random_init(&random, 3);
+    struct kvk_capacity k3 = model(32, 8, 128);
+    cr_assert(kvk_capacity_format_named("int8_32", &k3.format));
+    check(&k3);
+    cr_assert_eq(kvk_capacity_token_bytes(&k3), 69632);
+    cr_assert_eq(kvk_capacity_tokens_max(&k3, GIB) / 16, 963);
+    cr_assert_float_eq(kvk_capacity_value_bytes(&k3), 1.0625, 1e-12);
+    /* K: 16 x 8 x 128 + 8 x 128 x 2; V: 16 x 8 x 128 + 8 x 16 x 2. */
+    cr_assert(kvk_capacity_format_named("int8_channel", &k3.format));
+    cr_assert_eq(kvk_capacity_block_bytes(&k3), 32 * (18432 + 16640));
+    cr_assert(kvk_capacity_format_named("fp8_e4m3", &k3.format));
+    cr_assert_eq(kvk_capacity_block_bytes(&k3), 32 * 2 * (16384 + 32));
+    cr_assert_eq(kvk_capacity_token_bytes(&k3), 32 * 2 * 1026);
+
+    for (int round = 0; round < 3000; round++) {
+        struct kvk_geometry geometry = {
+            .layers = 1 + (uint32_t)kvk_random_below(&random, 5),
+            .kv_heads = 1 + (uint32_t)kvk_random_below(&random, 9),
+            .head_size_k = 32 * (1 + (uint32_t)kvk_random_below(&random, 5)),
+            .block_tokens = 1 + (uint32_t)kvk_random_below(&random, 40),
+            .layout = KVK_LAYOUT_HEADS_FIRST,
+            .attention = KVK_ATTENTION_SELF,
+            .tensor_shards = 1,
+            .pipeline_shards = 1,
+        };
+        const char *name = names[kvk_random_below(&random, 3)];
+        geometry.head_size_v = 32 * (1 + (uint32_t)kvk_random_below(&random, 5));
+        struct kvk_capacity m = model(geometry.layers, geometry.kv_heads, geometry.head_size_k);
+        m.groups[0].head_size_v = geometry.head_size_v;
+        m.block_tokens = geometry.block_tokens;
+        cr_assert(kvk_capacity_format_named(name, &m.format));
+        geometry.format_k = geometry.format_v = m.format.stored;
+        check(&m);
+        cr_assert_eq(kvk_geometry_check(&geometry, "", NULL), KVK_OK);
+        cr_assert_eq(kvk_capacity_block_bytes(&m), kvk_geometry_block_bytes(&geometry), "%s", name);
+        cr_assert_eq(kvk_capacity_token_bytes(&m), kvk_geometry_token_bytes(&geometry), "%s", name);
+    }
+}
+
+Test(capacity, compact_formats_that_cannot_be)
+{
+    struct kvk_error error = {0};
+    struct kvk_capacity m = model(2, 2, 80);
+    cr_assert(kvk_capacity_format_named("int8_32", &m.format));
+    cr_assert_eq(kvk_capacity_check(&m, &error), KVK_INVALID);
+    cr_assert_str_eq(error.field, "head_size");
+    m = model(2, 1, 576);
+    m.groups[0].head_size_v = 0;
+    m.groups[0].latent = true;
+    cr_assert(kvk_capacity_format_named("int8_channel", &m.format));
+    cr_assert_eq(kvk_capacity_check(&m, &error), KVK_INVALID);
+    cr_assert_str_eq(error.field, "format");
+    cr_assert(kvk_capacity_format_named("fp8_e4m3", &m.format));
+    check(&m);
+    cr_assert_eq(kvk_capacity_block_bytes(&m), 2 * (16 * 576 + 16));
 }
 
 Test(capacity, cross_attention_does_not_grow)

@@ -291,8 +291,94 @@ Test(base_geometry, equal_looks_at_every_member)
     cr_assert_not(kvk_geometry_equal(&geometry, &other));
 }
 
+/* A layer of 3 heads, 5 tokens, in each compact format; scales are counted and aligned. */
+Test(base_geometry, compact_formats_hold_their_scales)
+{
+    struct kvk_geometry geometry = plain(2, 3, 24);
+    geometry.block_tokens = 5;
+    geometry.format_k = geometry.format_v = KVK_FORMAT_FP8_E4M3;
+    assert_good(&geometry);
+    /* 3 x 5 x 24 = 360 to 368; 3 scales of 4 to 16. */
+    struct kvk_part part = kvk_geometry_part(&geometry, 0, false);
+    cr_assert_eq(part.row_bytes, 24);
+    cr_assert_eq(part.scales_offset, 368);
+    cr_assert_eq(part.scale_stride, 4);
+    cr_assert_eq(part.size_bytes, 384);
+    cr_assert_eq(kvk_geometry_v_offset(&geometry, 0, 1), 3 * 384);
+    cr_assert_eq(kvk_geometry_shard_bytes(&geometry, 0), 4 * 384);
+    cr_assert_eq(kvk_geometry_token_bytes(&geometry), 2 * 154); /* 768 / 5, rounded up */
+
+    geometry.format_k = geometry.format_v = KVK_FORMAT_INT8_CHANNEL;
+    assert_good(&geometry);
+    part = kvk_geometry_part(&geometry, 0, false); /* 3 x 24 scales of 2: 144 */
+    cr_assert_eq(part.scales_offset, 368);
+    cr_assert_eq(part.scale_stride, 48);
+    cr_assert_eq(part.size_bytes, 512);
+    part = kvk_geometry_part(&geometry, 0, true); /* 3 x 5 scales of 2: 30 to 32 */
+    cr_assert_eq(part.scale_stride, 10);
+    cr_assert_eq(part.size_bytes, 400);
+    cr_assert_eq(kvk_geometry_v_offset(&geometry, 0, 1), 912 + 512);
+
+    geometry.head_size_k = geometry.head_size_v = 96;
+    geometry.format_k = geometry.format_v = KVK_FORMAT_INT8_32;
+    assert_good(&geometry);
+    part = kvk_geometry_part(&geometry, 0, true);
+    cr_assert_eq(part.row_bytes, 102);
+    cr_assert_eq(part.scales_offset, 0);
+    cr_assert_eq(part.size_bytes, 3 * 5 * 102);
+}
+
+/* Case K3. */
+Test(base_geometry, scales_cost_bytes_too)
+{
+    struct kvk_geometry geometry = plain(32, 8, 128);
+    geometry.format_k = geometry.format_v = KVK_FORMAT_INT8_32;
+    assert_good(&geometry);
+    cr_assert_eq(kvk_geometry_token_bytes(&geometry), 69632);
+    cr_assert_eq((UINT64_C(1) << 30) / kvk_geometry_block_bytes(&geometry), 963);
+}
+
+Test(base_geometry, compact_formats_that_cannot_be)
+{
+    struct kvk_geometry geometry = plain(2, 2, 80);
+    geometry.format_k = geometry.format_v = KVK_FORMAT_INT8_32;
+    assert_refused(geometry, "head_size_k");
+    geometry.head_size_k = 96;
+    assert_refused(geometry, "head_size_v");
+    geometry.head_size_v = 64;
+    assert_good(&geometry);
+    geometry.format_v = KVK_FORMAT_FP8_E4M3;
+    assert_refused(geometry, "format_v");
+    geometry.format_v = KVK_FORMAT_BF16;
+    assert_refused(geometry, "format_v");
+    geometry.format_k = KVK_FORMAT_BF16;
+    geometry.format_v = KVK_FORMAT_INT8_32;
+    assert_refused(geometry, "format_v");
+
+    geometry = plain(2, 1, 576);
+    geometry.latent = true;
+    geometry.head_size_v = 512;
+    geometry.format_v = KVK_FORMAT_NONE;
+    geometry.format_k = KVK_FORMAT_INT8_CHANNEL;
+    assert_refused(geometry, "format_k");
+    geometry.format_k = KVK_FORMAT_INT8_32;
+    assert_good(&geometry);
+    geometry.head_size_v = 500; /* its last group would be cut */
+    assert_refused(geometry, "head_size_v");
+}
+
 Test(base_geometry, formats)
 {
+    for (int format = 0; format <= KVK_FORMAT_MAX; format++) {
+        bool plain_format = kvk_format_bytes((enum kvk_format)format) != 0;
+        bool compact = kvk_format_is_compact((enum kvk_format)format);
+        cr_assert_eq(kvk_format_is_known((enum kvk_format)format), format != KVK_FORMAT_NONE);
+        cr_assert_eq(plain_format || compact, format != KVK_FORMAT_NONE);
+        cr_assert_not(plain_format && compact);
+        cr_assert_str_neq(kvk_format_name((enum kvk_format)format), "unknown");
+        cr_assert_eq(kvk_format_align((enum kvk_format)format) == 0, format == KVK_FORMAT_NONE);
+    }
+    cr_assert_not(kvk_format_is_known((enum kvk_format)(KVK_FORMAT_MAX + 1)));
     cr_assert_eq(kvk_format_bytes(KVK_FORMAT_NONE), 0);
     cr_assert_eq(kvk_format_bytes(KVK_FORMAT_FP32), 4);
     cr_assert_eq(kvk_format_bytes(KVK_FORMAT_FP16), 2);

@@ -56,6 +56,9 @@ static inline void gpu_case_value(struct kvk_random *random, enum kvk_format for
         memcpy(bytes, &brain, sizeof(brain));
         return;
     case KVK_FORMAT_NONE:
+    case KVK_FORMAT_FP8_E4M3:
+    case KVK_FORMAT_INT8_CHANNEL:
+    case KVK_FORMAT_INT8_32:
         break;
     }
     KVK_UNREACHABLE();

@@ -123,9 +123,9 @@ Test(rpc_check, unknown_enum_values)
     for (int value = -3; value < 8; value++) {
         enum kvk_status status =
             kvk_rpc_check_format((Kvkeep__V1__Format)value, false, "f", &format, &error);
-        cr_assert((status == KVK_OK) == (value >= 1 && value <= 3));
+        cr_assert((status == KVK_OK) == (value >= 1 && value <= 6));
         status = kvk_rpc_check_format((Kvkeep__V1__Format)value, true, "f", &format, &error);
-        cr_assert((status == KVK_OK) == (value >= 0 && value <= 3));
+        cr_assert((status == KVK_OK) == (value >= 0 && value <= 6));
         status = kvk_rpc_check_layout((Kvkeep__V1__Layout)value, "f", &layout, &error);
         cr_assert((status == KVK_OK) == (value >= 1 && value <= 3));
         status = kvk_rpc_check_attention((Kvkeep__V1__Attention)value, "f", &attention, &error);
