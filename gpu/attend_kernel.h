@@ -35,6 +35,10 @@ struct kvk_attend_rows {
     float *sum;    /* [count]: of exp(logit - max) */
     float *values; /* [count][value_stride]: sums of weight x V, in the kernel's own order */
     size_t value_stride;
+    /* ALiBi: slope x |row's place - token's place| is taken from a logit, after the cap. */
+    const float *slopes;       /* [count]; NULL: none, and no places */
+    const float *places;       /* [count]: positions, counted from the tile's first token */
+    const float *token_places; /* of the tile's tokens, likewise; readable for a whole tile */
 };
 
 /* Tokens of one KV head. What is to be read of a token begins a head's offset past its pointer:

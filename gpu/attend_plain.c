@@ -65,6 +65,9 @@ static void row_soften(const struct kvk_attend *attend, const struct kvk_attend_
         if (attend->soft_cap > 0) {
             scores[i] = attend->soft_cap * tanhf(scores[i] / attend->soft_cap);
         }
+        if (rows->slopes != NULL) {
+            scores[i] -= rows->slopes[row] * fabsf(rows->token_places[i] - rows->places[row]);
+        }
         max = scores[i] > max ? scores[i] : max;
     }
     if (max > rows->max[row]) {

@@ -15,7 +15,8 @@ struct branch {
 
 /* What tells members apart. */
 struct key {
-    uintptr_t page; /* 0: absent */
+    uintptr_t page;    /* 0: absent */
+    uint64_t position; /* under a window: others see something else */
     uint64_t first_token;
     uint32_t item;
 };
@@ -76,6 +77,9 @@ static int key_compare(const void *left, const void *right)
     if (a->page != b->page) {
         return a->page < b->page ? -1 : 1;
     }
+    if (a->position != b->position) {
+        return a->position < b->position ? -1 : 1;
+    }
     if (a->first_token != b->first_token) {
         return a->first_token < b->first_token ? -1 : 1;
     }
@@ -91,6 +95,7 @@ static void branch_out(struct splitting *work, const struct branch *branch)
         const struct kvk_attend_item *item = member(work, branch->first_member + i);
         work->keys[i] = (struct key){
             .page = (uintptr_t)page_at(item, branch->page),
+            .position = work->attend->window != 0 ? item->position : 0,
             .first_token = item->first_token,
             .item = work->split->members[branch->first_member + i],
         };
@@ -100,8 +105,8 @@ static void branch_out(struct splitting *work, const struct branch *branch)
     for (uint32_t i = 0; i < branch->member_count; i++) {
         const struct key *key = &work->keys[i];
         const struct key *before = i > 0 ? &work->keys[i - 1] : key;
-        bool alike =
-            key->page != 0 && key->page == before->page && key->first_token == before->first_token;
+        bool alike = key->page != 0 && key->page == before->page &&
+                     key->position == before->position && key->first_token == before->first_token;
         work->split->members[branch->first_member + i] = key->item;
         if (i > 0 && !alike) {
             work->branches[work->branch_count++] = next;

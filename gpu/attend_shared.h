@@ -5,7 +5,8 @@
  * A batch is taken apart into segments: runs of pages with the items that have them in common. The
  * segments of an item are disjoint, and together they are its table, so a device reads every
  * segment once for all of its items and merges what each item got, by LSE. What a query sees of a
- * segment is still for the mask to say: shared is the memory, not the view of it.
+ * segment is still for the mask to say: shared is the memory, not the view of it. Under a window
+ * only items at the same position share, since others see other pages.
  */
 #ifndef KVK_GPU_ATTEND_SHARED_H
 #define KVK_GPU_ATTEND_SHARED_H

@@ -16,18 +16,38 @@ struct tile {
     struct kvk_attend_area areas[2 * KVK_ATTEND_TILE_TOKENS]; /* the same, as it lies in pages */
 };
 
+/* Tokens of a tile that some rows see, all of them alike. */
+struct fold {
+    uint32_t first_row; /* of each head */
+    uint32_t row_count;
+    uint32_t begin; /* of the tile's tokens */
+    uint32_t end;
+};
+
+/* What a row of a head can see, but for the tile. */
+struct view {
+    uint64_t position;
+    uint64_t token_count;
+};
+
 /* A running unit. */
 struct run {
     const struct kvk_attend_kernel *kernel;
     const struct kvk_attend *attend;
     const struct kvk_attend_unit *unit;
-    const struct kvk_attend_item *item;
-    uint32_t group; /* query heads per KV head */
-    size_t k_bytes; /* of a token of a head */
+    const struct kvk_attend_item *item; /* whose pages are gone over: the first run's */
+    uint32_t group;                     /* query heads per KV head */
+    size_t k_bytes;                     /* of a token of a head */
     size_t v_bytes;
     struct kvk_attend_rows rows;    /* of all heads */
     float *scores;                  /* [row_count][KVK_ATTEND_TILE_TOKENS] */
+    float *slopes;                  /* [row_count], of all heads */
     struct kvk_attend_visible left; /* what no tile was made of yet */
+    struct view views[KVK_ATTEND_ROWS_MAX];
+    struct fold folds[KVK_ATTEND_ROWS_MAX]; /* of the present tile */
+    uint32_t fold_count;
+    float places[KVK_ATTEND_ROWS_MAX];
+    float token_places[2 * KVK_ATTEND_TILE_TOKENS];
 };
 
 static uint32_t group_of(const struct kvk_attend *attend)
@@ -35,27 +55,57 @@ static uint32_t group_of(const struct kvk_attend *attend)
     return attend->query_heads / attend->kv_heads;
 }
 
-struct kvk_attend_visible kvk_attend_unit_visible(const struct kvk_attend *attend,
-                                                  const struct kvk_attend_unit *unit)
+static struct kvk_token_range range_cut(struct kvk_token_range range, struct kvk_token_range by)
 {
-    const struct kvk_attend_item *item = &attend->items[unit->item];
-    uint32_t group = group_of(attend);
-    uint64_t first_query = unit->first_row / group;
-    uint64_t last_query = (unit->first_row + unit->row_count - 1) / group;
-
-    return kvk_attend_visible(attend, item, item->position + first_query,
-                              last_query - first_query + 1);
+    range = kvk_token_range_from(range, by.begin);
+    if (range.end > by.end) {
+        range.end = by.end > range.begin ? by.end : range.begin;
+    }
+    return range;
 }
 
-uint64_t kvk_attend_unit_item_row(const struct kvk_attend *attend,
-                                  const struct kvk_attend_unit *unit, uint32_t row)
+/* One range around two; an empty one counts for nothing. */
+static struct kvk_token_range range_join(struct kvk_token_range a, struct kvk_token_range b)
+{
+    if (a.begin == a.end) {
+        return b;
+    }
+    if (b.begin < b.end) {
+        a.begin = b.begin < a.begin ? b.begin : a.begin;
+        a.end = b.end > a.end ? b.end : a.end;
+    }
+    return a;
+}
+
+struct kvk_attend_visible kvk_attend_unit_visible(const struct kvk_attend *attend,
+                                                  const struct kvk_attend_unit *unit,
+                                                  struct kvk_token_range range)
+{
+    struct kvk_attend_visible all = {{0, 0}, {0, 0}};
+    uint32_t group = group_of(attend);
+
+    for (uint32_t i = 0; i < unit->run_count; i++) {
+        const struct kvk_attend_run *run = &unit->runs[i];
+        const struct kvk_attend_item *item = &attend->items[run->item];
+        uint64_t first_query = run->first_row / group;
+        uint64_t last_query = (run->first_row + run->row_count - 1) / group;
+        struct kvk_attend_visible one = kvk_attend_visible(
+            attend, item, item->position + first_query, last_query - first_query + 1);
+        all.sinks = range_join(all.sinks, range_cut(one.sinks, range));
+        all.rest = range_join(all.rest, range_cut(one.rest, range));
+    }
+    /* The rest of one may begin amid the sinks of another, which see no further back. */
+    if (all.sinks.begin < all.sinks.end) {
+        all.rest = kvk_token_range_from(all.rest, all.sinks.end);
+    }
+    return all;
+}
+
+uint64_t kvk_attend_item_row(const struct kvk_attend *attend, uint32_t head, uint64_t head_row)
 {
     uint32_t group = group_of(attend);
-    KVK_ASSERT(unit->row_count > 0);
-    uint64_t head_row = unit->first_row + row % unit->row_count;
-    uint64_t kv_head = unit->first_head + row / unit->row_count;
 
-    return head_row / group * attend->query_heads + kv_head * group + head_row % group;
+    return head_row / group * attend->query_heads + (uint64_t)head * group + head_row % group;
 }
 
 /* ---- Scratch memory ---- */
@@ -75,7 +125,51 @@ size_t kvk_attend_unit_scratch_bytes(const struct kvk_attend_kernel *kernel,
 {
     return row_count * kernel->packed_bytes(attend) +
            row_count * kvk_attend_pad(attend->head_size_v) * sizeof(float) +
-           score_bytes(row_count) + 2 * align(row_count * sizeof(float));
+           score_bytes(row_count) + 3 * align(row_count * sizeof(float));
+}
+
+/* Rows of one run and head: their queries in the kernel's form, and empty sums. */
+static void run_pack(struct run *run, const struct kvk_attend_run *part, uint32_t head,
+                     uint32_t first_row, uint8_t *queries)
+{
+    const struct kvk_attend *attend = run->attend;
+    const struct kvk_attend_item *item = &attend->items[part->item];
+    size_t query_bytes = attend->head_size_k * kvk_format_bytes(attend->format_q);
+    struct kvk_attend_rows *rows = &run->rows;
+
+    for (uint32_t i = 0; i < part->row_count; i++) {
+        uint32_t row = head * run->unit->row_count + first_row + i;
+        uint64_t item_row =
+            kvk_attend_item_row(attend, run->unit->first_head + head, part->first_row + i);
+        const uint8_t *query = item->queries;
+        run->kernel->pack(attend, query + item_row * query_bytes,
+                          queries + row * rows->query_stride_bytes);
+        rows->max[row] = -INFINITY;
+        rows->sum[row] = 0;
+        run->slopes[row] =
+            attend->alibi_slopes == NULL ? 0 : attend->alibi_slopes[item_row % attend->query_heads];
+    }
+}
+
+static void rows_pack(struct run *run, uint8_t *queries)
+{
+    uint32_t first_row = 0;
+
+    for (uint32_t i = 0; i < run->unit->run_count; i++) {
+        const struct kvk_attend_run *part = &run->unit->runs[i];
+        const struct kvk_attend_item *item = &run->attend->items[part->item];
+        for (uint32_t row = 0; row < part->row_count; row++) {
+            run->views[first_row + row] = (struct view){
+                .position = item->position + (part->first_row + row) / run->group,
+                .token_count = item->token_count,
+            };
+        }
+        for (uint32_t head = 0; head < run->unit->head_count; head++) {
+            run_pack(run, part, head, first_row, queries);
+        }
+        first_row += part->row_count;
+    }
+    KVK_ASSERT(first_row == run->unit->row_count);
 }
 
 static void run_init(struct run *run, uint8_t *scratch)
@@ -98,16 +192,10 @@ static void run_init(struct run *run, uint8_t *scratch)
     rows->max = (float *)(void *)scratch;
     scratch += align(count * sizeof(float));
     rows->sum = (float *)(void *)scratch;
-
-    size_t query_bytes = run->attend->head_size_k * kvk_format_bytes(run->attend->format_q);
-    for (uint32_t row = 0; row < count; row++) {
-        const uint8_t *query = run->item->queries;
-        query += kvk_attend_unit_item_row(run->attend, run->unit, row) * query_bytes;
-        run->kernel->pack(run->attend, query, queries + row * rows->query_stride_bytes);
-        rows->max[row] = -INFINITY;
-        rows->sum[row] = 0;
-    }
+    scratch += align(count * sizeof(float));
+    run->slopes = (float *)(void *)scratch;
     rows->queries = queries;
+    rows_pack(run, queries);
 }
 
 /* ---- Tiles ---- */
@@ -187,38 +275,82 @@ struct mask {
 static struct mask tile_mask(const struct run *run, const struct tile *tile, uint32_t row)
 {
     const struct kvk_attend *attend = run->attend;
-    uint64_t position = run->item->position + (run->unit->first_row + row) / run->group;
+    const struct view *view = &run->views[row];
+    uint64_t end = view->token_count;
     struct mask mask = {0, tile->count};
 
-    while (attend->causal && mask.end > 0 && tile->positions[mask.end - 1] > position) {
+    if (attend->causal && view->position < end) {
+        end = view->position + 1;
+    }
+    while (mask.end > 0 && tile->positions[mask.end - 1] >= end) {
         mask.end--;
     }
     while (tile->windowed && mask.begin < mask.end &&
-           tile->positions[mask.begin] + attend->window <= position) {
+           tile->positions[mask.begin] + attend->window <= view->position) {
         mask.begin++;
     }
     return mask;
 }
 
-/* The tokens of a tile as head `head` of the unit has them. */
+/*
+ * Who sees what of a tile. Rows of which each sees the same tokens go together: in most tiles all
+ * of them. Masked tokens are left out rather than weighed with 0, since 0 times a NaN is a NaN.
+ */
+static void folds_find(struct run *run, const struct tile *tile)
+{
+    uint32_t row_count = run->unit->row_count;
+
+    run->fold_count = 0;
+    for (uint32_t row = 0; row < row_count; row++) {
+        struct mask mask = tile_mask(run, tile, row);
+        struct fold *last = &run->folds[run->fold_count > 0 ? run->fold_count - 1 : 0];
+        if (mask.begin >= mask.end) {
+            continue;
+        }
+        if (run->fold_count > 0 && last->begin == mask.begin && last->end == mask.end &&
+            last->first_row + last->row_count == row) {
+            last->row_count++;
+            continue;
+        }
+        run->folds[run->fold_count++] = (struct fold){row, 1, mask.begin, mask.end};
+    }
+}
+
+/* Distances count in single precision, which has them to the token up to 2^24. */
+static void places_find(struct run *run, const struct tile *tile)
+{
+    uint64_t origin = tile->positions[0];
+
+    for (uint32_t i = 0; i < tile->count; i++) {
+        run->token_places[i] = (float)(tile->positions[i] - origin);
+    }
+    for (uint32_t row = 0; row < run->unit->row_count; row++) {
+        uint64_t position = run->views[row].position;
+        run->places[row] =
+            position < origin ? -(float)(origin - position) : (float)(position - origin);
+    }
+}
+
 static struct kvk_attend_tokens tile_tokens(const struct run *run, const struct tile *tile,
-                                            uint32_t head, struct mask mask)
+                                            uint32_t head, const struct fold *fold)
 {
     return (struct kvk_attend_tokens){
-        .k = tile->k + mask.begin,
-        .v = tile->v + mask.begin,
+        .k = tile->k + fold->begin,
+        .v = tile->v + fold->begin,
         .k_offset = (size_t)head * run->attend->block_tokens * run->k_bytes,
         .v_offset = (size_t)head * run->attend->block_tokens * run->v_bytes,
-        .count = mask.end - mask.begin,
+        .count = fold->end - fold->begin,
     };
 }
 
 /* Fold tokens into rows that all see them. */
-static void rows_fold(const struct run *run, uint32_t first_row, uint32_t row_count,
-                      const struct kvk_attend_tokens *tokens, struct kvk_attend_fetch *fetch)
+static void fold_run(const struct run *run, const struct tile *tile, uint32_t head,
+                     const struct fold *fold, struct kvk_attend_fetch *fetch)
 {
-    const struct kvk_attend_rows rows = {
-        .count = row_count,
+    struct kvk_attend_tokens tokens = tile_tokens(run, tile, head, fold);
+    uint32_t first_row = head * run->unit->row_count + fold->first_row;
+    struct kvk_attend_rows rows = {
+        .count = fold->row_count,
         .queries = run->rows.queries + first_row * run->rows.query_stride_bytes,
         .query_stride_bytes = run->rows.query_stride_bytes,
         .max = run->rows.max + first_row,
@@ -227,38 +359,14 @@ static void rows_fold(const struct run *run, uint32_t first_row, uint32_t row_co
         .value_stride = run->rows.value_stride,
     };
 
-    run->kernel->score(run->attend, &rows, tokens, fetch, run->scores);
-    run->kernel->soften(run->attend, &rows, tokens->count, run->scores);
-    run->kernel->weigh(run->attend, &rows, tokens, fetch, run->scores);
-}
-
-/*
- * Fold a tile into the rows of one head. Rows of which each sees the same tokens go together: in
- * most tiles all of them. Masked tokens are left out rather than weighed with 0, since 0 times a
- * NaN is a NaN.
- */
-static void head_fold(const struct run *run, uint32_t head, const struct tile *tile,
-                      struct kvk_attend_fetch *fetch)
-{
-    uint32_t row_count = run->unit->row_count;
-    uint32_t row = 0;
-
-    while (row < row_count) {
-        struct mask mask = tile_mask(run, tile, row);
-        uint32_t end_row = row + 1;
-        while (end_row < row_count) {
-            struct mask other = tile_mask(run, tile, end_row);
-            if (other.begin != mask.begin || other.end != mask.end) {
-                break;
-            }
-            end_row++;
-        }
-        if (mask.begin < mask.end) {
-            struct kvk_attend_tokens tokens = tile_tokens(run, tile, head, mask);
-            rows_fold(run, head * row_count + row, end_row - row, &tokens, fetch);
-        }
-        row = end_row;
+    if (run->attend->alibi_slopes != NULL) {
+        rows.slopes = run->slopes + first_row;
+        rows.places = run->places + fold->first_row;
+        rows.token_places = run->token_places + fold->begin;
     }
+    run->kernel->score(run->attend, &rows, &tokens, fetch, run->scores);
+    run->kernel->soften(run->attend, &rows, tokens.count, run->scores);
+    run->kernel->weigh(run->attend, &rows, &tokens, fetch, run->scores);
 }
 
 /* Half of a head's share is fetched while scores are made, half while values are weighed. */
@@ -282,24 +390,81 @@ static struct kvk_attend_fetch tile_fetch(const struct run *run, const struct ti
     return fetch;
 }
 
-static void tile_fold(const struct run *run, const struct tile *tile, const struct tile *next)
+static void tile_fold(struct run *run, const struct tile *tile, const struct tile *next)
 {
     struct kvk_attend_fetch fetch = tile_fetch(run, next);
 
+    folds_find(run, tile);
+    if (run->attend->alibi_slopes != NULL) {
+        places_find(run, tile);
+    }
     for (uint32_t head = 0; head < run->unit->head_count; head++) {
-        head_fold(run, head, tile, &fetch);
+        for (uint32_t i = 0; i < run->fold_count; i++) {
+            fold_run(run, tile, head, &run->folds[i], &fetch);
+        }
+    }
+}
+
+/* ---- Results ---- */
+
+/* One of several results of its row: the plan puts them together. */
+static void row_finish_part(const struct run *run, uint32_t row)
+{
+    const struct kvk_attend_unit *unit = run->unit;
+
+    run->kernel->finish(run->attend, &run->rows, row,
+                        unit->output + (size_t)row * run->attend->head_size_v, unit->lse + row);
+}
+
+/* All there is for the rows of one run and head. */
+static void run_finish(const struct run *run, const struct kvk_attend_run *part, uint32_t head,
+                       uint32_t first_row)
+{
+    const struct kvk_attend *attend = run->attend;
+    const struct kvk_attend_item *item = &attend->items[part->item];
+
+    for (uint32_t i = 0; i < part->row_count; i++) {
+        uint32_t row = head * run->unit->row_count + first_row + i;
+        uint64_t item_row =
+            kvk_attend_item_row(attend, run->unit->first_head + head, part->first_row + i);
+        float *output = item->output + item_row * attend->head_size_v;
+        float *lse = item->lse + item_row;
+        run->kernel->finish(attend, &run->rows, row, output, lse);
+        if (attend->sink_logits != NULL && !item->partial) {
+            kvk_attend_sink_logits(output, lse,
+                                   attend->sink_logits + item_row % attend->query_heads, 1, 1,
+                                   attend->head_size_v);
+        }
+    }
+}
+
+static void rows_finish(const struct run *run)
+{
+    const struct kvk_attend_unit *unit = run->unit;
+    uint32_t first_row = 0;
+
+    if (unit->output != NULL) {
+        for (uint32_t row = 0; row < run->rows.count; row++) {
+            row_finish_part(run, row);
+        }
+        return;
+    }
+    for (uint32_t i = 0; i < unit->run_count; i++) {
+        for (uint32_t head = 0; head < unit->head_count; head++) {
+            run_finish(run, &unit->runs[i], head, first_row);
+        }
+        first_row += unit->runs[i].row_count;
     }
 }
 
 void kvk_attend_unit_run(const struct kvk_attend_kernel *kernel, const struct kvk_attend *attend,
                          const struct kvk_attend_unit *unit, uint8_t *scratch)
 {
-    const struct kvk_attend_item *item = &attend->items[unit->item];
     struct run run = {
         .kernel = kernel,
         .attend = attend,
         .unit = unit,
-        .item = item,
+        .item = &attend->items[unit->runs[0].item],
         .group = group_of(attend),
         .k_bytes = attend->head_size_k * kvk_format_bytes(attend->format_k),
         .v_bytes = attend->head_size_v * kvk_format_bytes(attend->format_v),
@@ -318,14 +483,5 @@ void kvk_attend_unit_run(const struct kvk_attend_kernel *kernel, const struct kv
         tile_fold(&run, &tiles[now], &tiles[1 - now]);
         now = 1 - now;
     }
-    for (uint32_t row = 0; row < run.rows.count; row++) {
-        uint64_t item_row = kvk_attend_unit_item_row(attend, unit, row);
-        float *output = item->output + item_row * attend->head_size_v;
-        float *lse = item->lse + item_row;
-        if (unit->output != NULL) {
-            output = unit->output + (size_t)row * attend->head_size_v;
-            lse = unit->lse + row;
-        }
-        kernel->finish(attend, &run.rows, row, output, lse);
-    }
+    rows_finish(&run);
 }

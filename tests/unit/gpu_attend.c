@@ -80,8 +80,10 @@ static void pick_shape(struct kvk_random *random, struct kvk_attend *attend)
         attend->k_offset + gpu_case_k_bytes(attend) + kvk_random_below(random, 2) * 36;
 }
 
-static void pick_rules(struct kvk_random *random, struct kvk_attend *attend)
+static void pick_rules(struct kvk_random *random, struct gpu_case *test)
 {
+    struct kvk_attend *attend = &test->attend;
+
     attend->scale = 1.0F / sqrtf((float)attend->head_size_k);
     if (kvk_random_chance(random, 0.2)) {
         attend->scale = (float)kvk_random_unit(random) - 0.5F;
@@ -90,6 +92,20 @@ static void pick_rules(struct kvk_random *random, struct kvk_attend *attend)
         attend->soft_cap = powf(10, (float)kvk_random_unit(random) * 4 - 1); /* 0.1 to 1,000 */
     }
     attend->causal = kvk_random_chance(random, 0.7);
+    if (kvk_random_chance(random, 0.25)) {
+        attend->alibi_slopes = test->slopes;
+    }
+    if (kvk_random_chance(random, 0.25)) {
+        attend->sink_logits = test->sinks;
+    }
+    for (uint32_t i = 0; i < attend->query_heads; i++) {
+        test->slopes[i] = (float)kvk_random_unit(random) * 1.5F - 0.25F;
+        test->sinks[i] = (float)kvk_random_unit(random) * 12 - 6;
+        if (kvk_random_chance(random, 0.1)) {
+            test->slopes[i] = 0;
+            test->sinks[i] = -INFINITY;
+        }
+    }
     if (kvk_random_chance(random, 0.4)) {
         attend->window = 1 + (uint32_t)kvk_random_below(random, 90);
         if (kvk_random_chance(random, 0.5)) {
@@ -103,6 +119,8 @@ static void pick_item(struct kvk_random *random, struct gpu_case *test, uint32_t
     struct kvk_attend *attend = &test->attend;
     struct kvk_attend_item *item = &test->items[index];
     uint32_t tokens_max = kvk_random_chance(random, 0.2) ? 700 : 150;
+
+    item->partial = kvk_random_chance(random, 0.2);
 
     item->query_count =
         kvk_random_chance(random, 0.4) ? 1 : 1 + (uint32_t)kvk_random_below(random, 40);
@@ -127,9 +145,9 @@ static void pick_case(struct kvk_random *random, struct gpu_case *test)
 {
     memset(test, 0, sizeof(*test));
     pick_shape(random, &test->attend);
-    pick_rules(random, &test->attend);
+    pick_rules(random, test);
     test->attend.items = test->items;
-    test->attend.item_count = 1 + (uint32_t)kvk_random_below(random, GPU_CASE_ITEMS_MAX);
+    test->attend.item_count = 1 + (uint32_t)kvk_random_below(random, 4);
     for (uint32_t i = 0; i < test->attend.item_count; i++) {
         pick_item(random, test, i);
     }
@@ -205,7 +223,13 @@ Test(gpu_attend, cut_ranges_match_the_reference)
             .causal = seed % 2 == 0,
             .window = seed >= 4 ? 4000 : 0,
             .sinks = seed >= 4 ? 37 : 0,
+            .alibi_slopes = seed % 3 == 1 ? test.slopes : NULL,
+            .sink_logits = seed % 2 == 1 ? test.sinks : NULL,
         };
+        for (uint32_t i = 0; i < 3; i++) {
+            test.slopes[i] = 0.01F * (float)i;
+            test.sinks[i] = (float)i * 3 + 2;
+        }
         test.attend.v_offset = gpu_case_k_bytes(&test.attend);
         for (uint32_t i = 0; i < test.attend.item_count; i++) {
             test.items[i].query_count = 1 + i;

@@ -14,7 +14,7 @@
 #include "gpu/attend.h"
 #include "gpu/device.h"
 
-#define GPU_CASE_ITEMS_MAX 4
+#define GPU_CASE_ITEMS_MAX 20
 
 struct gpu_case {
     struct kvk_attend attend;
@@ -22,6 +22,9 @@ struct gpu_case {
     uint8_t **pages[GPU_CASE_ITEMS_MAX]; /* what items[].pages points to */
     float *expected[GPU_CASE_ITEMS_MAX]; /* the reference's output and LSE */
     float *expected_lse[GPU_CASE_ITEMS_MAX];
+    uint32_t borrowed[GPU_CASE_ITEMS_MAX]; /* pages at its begin that are another item's */
+    float slopes[KVK_HEAD_COUNT_MAX];      /* for attend.alibi_slopes and sink_logits, if wanted */
+    float sinks[KVK_HEAD_COUNT_MAX];
 };
 
 static inline void *gpu_case_alloc(size_t size_bytes)
@@ -171,6 +174,25 @@ static inline void gpu_case_fill_item(struct gpu_case *test, uint32_t item,
     }
 }
 
+/* Let item `to` begin with the first `count` pages of item `from`, all slots of them filled. */
+static inline void gpu_case_share(struct gpu_case *test, uint32_t from, uint32_t to, uint32_t count,
+                                  struct kvk_random *random)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        uint8_t *page = test->pages[from][i];
+        if (page == NULL) {
+            page = gpu_case_alloc(gpu_case_page_bytes(&test->attend));
+            test->pages[from][i] = page;
+        }
+        for (uint32_t slot = 0; slot < test->attend.block_tokens; slot++) {
+            gpu_case_fill_slot(&test->attend, random, page, slot);
+        }
+        free(test->pages[to][i]);
+        test->pages[to][i] = page;
+    }
+    test->borrowed[to] = count;
+}
+
 /* Run the reference and keep what it says. */
 static inline void gpu_case_expect(struct gpu_case *test)
 {
@@ -186,7 +208,7 @@ static inline void gpu_case_expect(struct gpu_case *test)
 static inline void gpu_case_free(struct gpu_case *test)
 {
     for (uint32_t i = 0; i < test->attend.item_count; i++) {
-        for (uint32_t page = 0; page < test->items[i].page_count; page++) {
+        for (uint32_t page = test->borrowed[i]; page < test->items[i].page_count; page++) {
             free(test->pages[i][page]);
         }
         free(test->pages[i]);

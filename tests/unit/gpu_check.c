@@ -94,6 +94,14 @@ Test(gpu_check, refuses_numbers_that_are_none)
     REFUSES("soft_cap", subject.attend.soft_cap = NAN);
     REFUSES("soft_cap", subject.attend.soft_cap = INFINITY);
     REFUSES("soft_cap", subject.attend.soft_cap = -1);
+    const float slopes[4] = {0, -1, INFINITY, 0};
+    const float lowest_slopes[4] = {-INFINITY, 0, 0, 0};
+    const float sinks[4] = {0, -INFINITY, 2, NAN};
+    const float endless_sinks[4] = {0, INFINITY, 2, NAN};
+    REFUSES("alibi_slopes[2]", subject.attend.alibi_slopes = slopes);
+    REFUSES("alibi_slopes[0]", subject.attend.alibi_slopes = lowest_slopes);
+    REFUSES("sink_logits[3]", subject.attend.sink_logits = sinks);
+    REFUSES("sink_logits[1]", subject.attend.sink_logits = endless_sinks);
 }
 
 Test(gpu_check, refuses_formats_that_are_unknown)
