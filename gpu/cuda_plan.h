@@ -56,7 +56,8 @@ void kvk_cuda_plan_fill(const struct kvk_cuda_plan *plan, const struct kvk_atten
 
 /* Device addresses of upload_bytes and work_bytes, both aligned to 256 bytes. Results begin where
  * `work` does. */
-void kvk_cuda_plan_bind(struct kvk_cuda_plan *plan, const void *upload, void *work);
+void kvk_cuda_plan_bind(struct kvk_cuda_plan *plan, const struct kvk_attend *attend,
+                        const void *upload, void *work);
 
 /* `results`: [result_bytes], as copied from the device. */
 void kvk_cuda_plan_scatter(const struct kvk_cuda_plan *plan, const struct kvk_attend *attend,

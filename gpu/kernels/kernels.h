@@ -26,20 +26,21 @@ extern "C" {
 
 /* A query of one head. */
 struct kvk_cuda_row {
-    uint32_t query; /* of the whole batch */
-    uint32_t head;  /* among the query heads that share a KV head */
+    uint32_t query;   /* of the whole batch */
+    uint16_t head;    /* among the query heads that share a KV head */
+    uint16_t partial; /* not 0: the caller merges on, so no sink logit is added */
     int64_t position;
 };
 
-/* Tokens are counted from the page table's first one; ranges are [begin, end). */
+/* Tokens are counted from the page table's first one; ranges are [begin, end). At least one is not
+ * empty. What lies in them is read, and must be finite: rows that do not see it weigh it with 0. */
 struct kvk_cuda_unit {
-    int64_t first_token; /* position of token 0 */
-    int64_t sinks_begin; /* tokens that the window does not bind; comes before `begin` */
-    int64_t sinks_end;   /* all of them below it; begin == end: none */
-    int64_t begin;       /* the unit's other tokens */
-    int64_t end;         /* at most page_count x block_tokens */
-    uint64_t first_page; /* in kvk_cuda_attend.pages */
-    uint32_t page_count; /* of the table */
+    int64_t first_token;  /* position of token 0 */
+    uint64_t first_page;  /* of the table, in kvk_cuda_attend.pages */
+    uint32_t sinks_begin; /* tokens that the window does not bind */
+    uint32_t sinks_end;
+    uint32_t begin; /* the others, none of them below sinks_end */
+    uint32_t end;
     uint32_t first_row;  /* in kvk_cuda_attend.rows */
     uint32_t row_count;  /* 1 to kvk_cuda_attend.unit_rows */
     uint32_t first_slot; /* row r of the unit leaves its part in slot first_slot + r, or
@@ -49,7 +50,8 @@ struct kvk_cuda_unit {
 /* A row of the output that is merged from several slots. */
 struct kvk_cuda_merge {
     uint32_t query;
-    uint32_t head;
+    uint16_t head;
+    uint16_t partial;
     uint32_t first_source; /* in kvk_cuda_attend.sources */
     uint32_t source_count; /* 0: nothing is visible to it */
 };

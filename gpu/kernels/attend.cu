@@ -1,0 +1,167 @@
+/* Attention: which kernel runs a launch, and the merge of partial results. */
+#include "gpu/kernels/attend_matrix.cuh"
+#include "gpu/kernels/attend_plain.cuh"
+
+#define MERGE_THREADS 128
+
+/*
+ * A row from the slots that hold its parts, weighed by their LSE. A part that saw nothing is left
+ * out, since what it wrote says nothing.
+ */
+__global__ void __launch_bounds__(MERGE_THREADS) merge_slots(kvk_cuda_attend attend)
+{
+    const kvk_cuda_merge merge = attend.merges[blockIdx.x];
+    const uint32_t *sources = attend.sources + merge.first_source;
+    uint32_t query_head = kvk_query_head(attend, blockIdx.y, merge.head);
+    kvk_row_target target = kvk_output_row(attend, merge.query, query_head);
+    float max = -kvk_infinity();
+    float sum = 0;
+
+    for (uint32_t i = 0; i < merge.source_count; i++) {
+        max = fmaxf(max, *kvk_slot_row(attend, sources[i], blockIdx.y).lse);
+    }
+    for (uint32_t i = 0; i < merge.source_count && max != -kvk_infinity(); i++) {
+        sum += kvk_exp(*kvk_slot_row(attend, sources[i], blockIdx.y).lse - max);
+    }
+    kvk_row_end end =
+        kvk_row_finish(max, sum, kvk_row_sink(attend, query_head, merge.partial != 0));
+    for (uint32_t i = threadIdx.x; i < attend.head_size_v; i += MERGE_THREADS) {
+        float value = 0;
+        for (uint32_t j = 0; j < merge.source_count; j++) {
+            kvk_row_target part = kvk_slot_row(attend, sources[j], blockIdx.y);
+            if (*part.lse != -kvk_infinity()) {
+                value += kvk_exp(*part.lse - max) * part.output[i];
+            }
+        }
+        target.output[i] = value * end.factor;
+    }
+    if (threadIdx.x == 0) {
+        *target.lse = end.lse;
+    }
+}
+
+/* ---- Variants of the matrix kernel ------------------------------------------------------------
+ */
+
+typedef int attend_launch(const kvk_cuda_attend &attend, void *stream);
+
+/* Kernels that are made for few rows, as in decoding, and for many, as in a chunk of a prompt. */
+struct matrix_variant {
+    uint32_t head_size_k;
+    uint32_t head_size_v;
+    bool latent;
+    uint32_t rows_max;
+    attend_launch *few_bf16;
+    attend_launch *many_bf16;
+    attend_launch *few_fp16;
+    attend_launch *many_fp16;
+};
+
+template <typename Format, int kHeadSizeK, int kHeadSizeV, bool kLatent, int kRowTiles,
+          int kTileTokens, int kStages>
+static int matrix_launch(const kvk_cuda_attend &attend, void *stream)
+{
+    using Shape =
+        kvk_matrix_shape<Format, kHeadSizeK, kHeadSizeV, kLatent, kRowTiles, kTileTokens, kStages>;
+
+    return kvk_launch(
+        kvk_attend_matrix<Format, kHeadSizeK, kHeadSizeV, kLatent, kRowTiles, kTileTokens, kStages>,
+        dim3(attend.unit_count, attend.kv_heads), KVK_MATRIX_THREADS, (uint32_t)sizeof(Shape),
+        stream, attend);
+}
+
+/* A tile and its stages fill shared memory so that two blocks of few rows have room on a
+ * multiprocessor of sm_90; all have on one of sm_80. */
+template <int kHeadSizeK, int kHeadSizeV, bool kLatent, int kRowTiles, int kTileTokens, int kStages>
+static constexpr matrix_variant matrix_variant_of(void)
+{
+    return {
+        kHeadSizeK,
+        kHeadSizeV,
+        kLatent,
+        16 * kRowTiles,
+        matrix_launch<kvk_bf16, kHeadSizeK, kHeadSizeV, kLatent, 1, kTileTokens, kStages>,
+        matrix_launch<kvk_bf16, kHeadSizeK, kHeadSizeV, kLatent, kRowTiles, kTileTokens, kStages>,
+        matrix_launch<kvk_fp16, kHeadSizeK, kHeadSizeV, kLatent, 1, kTileTokens, kStages>,
+        matrix_launch<kvk_fp16, kHeadSizeK, kHeadSizeV, kLatent, kRowTiles, kTileTokens, kStages>};
+}
+
+static const matrix_variant matrix_variants[] = {
+    matrix_variant_of<64, 64, false, 4, 64, 4>(),   matrix_variant_of<96, 96, false, 4, 64, 4>(),
+    matrix_variant_of<128, 128, false, 4, 64, 3>(), matrix_variant_of<192, 128, false, 2, 32, 4>(),
+    matrix_variant_of<256, 256, false, 2, 32, 3>(), matrix_variant_of<576, 512, true, 2, 32, 3>(),
+};
+
+static const matrix_variant *matrix_variant_find(uint32_t head_size_k, uint32_t head_size_v,
+                                                 bool latent)
+{
+    for (const matrix_variant &variant : matrix_variants) {
+        if (variant.head_size_k == head_size_k && variant.head_size_v == head_size_v &&
+            variant.latent == latent) {
+            return &variant;
+        }
+    }
+    return nullptr;
+}
+
+extern "C" uint32_t kvk_cuda_matrix_rows(enum kvk_format format_q, enum kvk_format format_k,
+                                         enum kvk_format format_v, uint32_t head_size_k,
+                                         uint32_t head_size_v, bool latent)
+{
+    const matrix_variant *variant = matrix_variant_find(head_size_k, head_size_v, latent);
+    bool narrow = format_k == KVK_FORMAT_BF16 || format_k == KVK_FORMAT_FP16;
+
+    if (variant == nullptr || !narrow || format_q != format_k ||
+        (!latent && format_v != format_k)) {
+        return 0;
+    }
+    return variant->rows_max;
+}
+
+/* NULL: there is no such kernel. */
+static attend_launch *matrix_launch_find(const kvk_cuda_attend &attend)
+{
+    uint32_t rows_max =
+        kvk_cuda_matrix_rows((enum kvk_format)attend.format_q, (enum kvk_format)attend.format_k,
+                             (enum kvk_format)attend.format_v, attend.head_size_k,
+                             attend.head_size_v, attend.latent != 0);
+
+    if (attend.unit_rows > rows_max) {
+        return nullptr;
+    }
+    const matrix_variant *variant =
+        matrix_variant_find(attend.head_size_k, attend.head_size_v, attend.latent != 0);
+    if (attend.format_k == KVK_FORMAT_BF16) {
+        return attend.unit_rows > 16 ? variant->many_bf16 : variant->few_bf16;
+    }
+    return attend.unit_rows > 16 ? variant->many_fp16 : variant->few_fp16;
+}
+
+static int plain_launch(const kvk_cuda_attend &attend, void *stream)
+{
+    return kvk_launch(kvk_attend_plain, dim3(attend.unit_count, attend.kv_heads), KVK_PLAIN_THREADS,
+                      kvk_plain_shared_bytes(attend), stream, attend);
+}
+
+extern "C" int kvk_cuda_attend_launch(const struct kvk_cuda_attend *attend, void *stream)
+{
+    attend_launch *launch = plain_launch;
+    int error = 0;
+
+    if (attend->kernel == KVK_CUDA_KERNEL_MATRIX) {
+        launch = matrix_launch_find(*attend);
+    } else if (attend->unit_rows > KVK_PLAIN_THREADS) {
+        launch = nullptr;
+    }
+    if (launch == nullptr) {
+        return 1; /* cudaErrorInvalidValue */
+    }
+    if (attend->unit_count > 0) {
+        error = launch(*attend, stream);
+    }
+    if (error == 0 && attend->merge_count > 0) {
+        error = kvk_launch(merge_slots, dim3(attend->merge_count, attend->kv_heads), MERGE_THREADS,
+                           0, stream, *attend);
+    }
+    return error;
+}

@@ -1,0 +1,209 @@
+/*
+ * Attention in fp32 arithmetic: every format, every shape, any alignment. For what the matrix
+ * kernel does not take, and to check it against.
+ *
+ * A block of four warps works off one unit for one KV head, a tile of tokens at a time: each warp
+ * multiplies Q with the K of every fourth token, its lanes side by side; one thread for each row
+ * softens; each thread adds up some columns of V.
+ */
+#pragma once
+
+#include "gpu/kernels/attend_rows.cuh"
+#include "gpu/kernels/values.cuh"
+
+#define KVK_PLAIN_THREADS 128
+#define KVK_PLAIN_WARPS (KVK_PLAIN_THREADS / KVK_WARP_THREADS)
+#define KVK_PLAIN_TILE_TOKENS 32
+
+/* Shared memory, in this order; lengths are the launch's. */
+struct kvk_plain_shared {
+    float *queries;  /* [unit_rows][head_size_k] */
+    float *values;   /* [unit_rows][head_size_v] */
+    float *logits;   /* [unit_rows][KVK_PLAIN_TILE_TOKENS]; then weights */
+    float *factors;  /* [unit_rows] */
+    uint8_t **pages; /* [KVK_PLAIN_TILE_TOKENS]; NULL: the token is not there */
+};
+
+static inline uint32_t kvk_plain_shared_bytes(const kvk_cuda_attend &attend)
+{
+    uint32_t row = attend.head_size_k + attend.head_size_v + KVK_PLAIN_TILE_TOKENS + 1;
+
+    return (attend.unit_rows * row + 1) * (uint32_t)sizeof(float) +
+           KVK_PLAIN_TILE_TOKENS * (uint32_t)sizeof(uint8_t *);
+}
+
+__device__ __forceinline__ kvk_plain_shared kvk_plain_shared_of(const kvk_cuda_attend &attend)
+{
+    kvk_plain_shared shared;
+
+    shared.pages = (uint8_t **)kvk_shared_memory();
+    shared.queries = (float *)(shared.pages + KVK_PLAIN_TILE_TOKENS);
+    shared.values = shared.queries + attend.unit_rows * attend.head_size_k;
+    shared.logits = shared.values + attend.unit_rows * attend.head_size_v;
+    shared.factors = shared.logits + attend.unit_rows * KVK_PLAIN_TILE_TOKENS;
+    return shared;
+}
+
+/* Logits of every fourth token of the tile. */
+__device__ __forceinline__ void kvk_plain_score(const kvk_cuda_attend &attend,
+                                                const kvk_cuda_unit &unit,
+                                                const kvk_plain_shared &shared, kvk_tile tile)
+{
+    uint32_t lane = threadIdx.x % KVK_WARP_THREADS;
+    uint32_t warp = threadIdx.x / KVK_WARP_THREADS;
+
+    for (uint32_t column = warp; column < tile.end - tile.begin; column += KVK_PLAIN_WARPS) {
+        const uint8_t *page = shared.pages[column];
+        if (page == nullptr) {
+            continue; /* so for the whole warp */
+        }
+        uint32_t slot = (tile.begin + column) % attend.block_tokens;
+        uint64_t first = ((uint64_t)blockIdx.y * attend.block_tokens + slot) * attend.head_size_k;
+        for (uint32_t row = 0; row < unit.row_count; row++) {
+            float sum = 0;
+            for (uint32_t i = lane; i < attend.head_size_k; i += KVK_WARP_THREADS) {
+                sum += shared.queries[row * attend.head_size_k + i] *
+                       kvk_value_read(attend.format_k, page + attend.k_offset, first + i);
+            }
+            for (uint32_t mask = KVK_WARP_THREADS / 2; mask > 0; mask /= 2) {
+                sum += kvk_shuffle_xor(sum, mask);
+            }
+            if (lane == 0) {
+                shared.logits[row * KVK_PLAIN_TILE_TOKENS + column] = sum;
+            }
+        }
+    }
+}
+
+/* The thread's row: logits become weights. */
+__device__ __forceinline__ void kvk_plain_soften(const kvk_cuda_attend &attend,
+                                                 const kvk_cuda_unit &unit,
+                                                 const kvk_plain_shared &shared, kvk_tile tile,
+                                                 float *row_max, float *row_sum)
+{
+    uint32_t row = threadIdx.x;
+    const kvk_cuda_row &of = attend.rows[unit.first_row + row];
+    int64_t position = of.position - unit.first_token;
+    float slope =
+        attend.slopes == nullptr ? 0 : attend.slopes[kvk_query_head(attend, blockIdx.y, of.head)];
+    kvk_row_view view = kvk_row_view_of(attend, unit, position, tile);
+    float *logits = shared.logits + row * KVK_PLAIN_TILE_TOKENS;
+    int32_t count = (int32_t)(tile.end - tile.begin);
+    float max = *row_max;
+
+    for (int32_t column = 0; column < count; column++) {
+        if (!kvk_row_sees(view, column) || shared.pages[column] == nullptr) {
+            logits[column] = -kvk_infinity();
+            continue;
+        }
+        logits[column] = kvk_row_logit(attend, logits[column], slope,
+                                       position - (int64_t)(tile.begin + (uint32_t)column));
+        max = fmaxf(max, logits[column]);
+    }
+    float top = max == -kvk_infinity() ? 0 : max;
+    float factor = kvk_exp(*row_max - top);
+    *row_sum *= factor;
+    *row_max = max;
+    shared.factors[row] = factor;
+    for (int32_t column = 0; column < count; column++) {
+        logits[column] = kvk_exp(logits[column] - top);
+        *row_sum += logits[column];
+    }
+}
+
+/* The thread's columns of V, weighed. */
+__device__ __forceinline__ void kvk_plain_weigh(const kvk_cuda_attend &attend,
+                                                const kvk_cuda_unit &unit,
+                                                const kvk_plain_shared &shared, kvk_tile tile)
+{
+    uint64_t offset = attend.latent ? attend.k_offset : attend.v_offset;
+    uint32_t stride = attend.latent ? attend.head_size_k : attend.head_size_v;
+
+    for (uint32_t i = threadIdx.x; i < attend.head_size_v; i += KVK_PLAIN_THREADS) {
+        for (uint32_t row = 0; row < unit.row_count; row++) {
+            shared.values[row * attend.head_size_v + i] *= shared.factors[row];
+        }
+        for (uint32_t column = 0; column < tile.end - tile.begin; column++) {
+            const uint8_t *page = shared.pages[column];
+            if (page == nullptr) {
+                continue;
+            }
+            uint32_t slot = (tile.begin + column) % attend.block_tokens;
+            uint64_t first = ((uint64_t)blockIdx.y * attend.block_tokens + slot) * stride;
+            float value = kvk_value_read(attend.format_v, page + offset, first + i);
+            for (uint32_t row = 0; row < unit.row_count; row++) {
+                float weight = shared.logits[row * KVK_PLAIN_TILE_TOKENS + column];
+                /* What a row does not see does not reach it, whatever it is. */
+                if (weight != 0) {
+                    shared.values[row * attend.head_size_v + i] += weight * value;
+                }
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void kvk_plain_begin(const kvk_cuda_attend &attend,
+                                                const kvk_cuda_unit &unit,
+                                                const kvk_plain_shared &shared)
+{
+    for (uint32_t row = 0; row < unit.row_count; row++) {
+        const kvk_cuda_row &of = attend.rows[unit.first_row + row];
+        uint64_t query =
+            (uint64_t)of.query * attend.query_heads + kvk_query_head(attend, blockIdx.y, of.head);
+        for (uint32_t i = threadIdx.x; i < attend.head_size_k; i += KVK_PLAIN_THREADS) {
+            shared.queries[row * attend.head_size_k + i] = kvk_value_read(
+                attend.format_q, (const uint8_t *)attend.queries, query * attend.head_size_k + i);
+        }
+        for (uint32_t i = threadIdx.x; i < attend.head_size_v; i += KVK_PLAIN_THREADS) {
+            shared.values[row * attend.head_size_v + i] = 0;
+        }
+    }
+}
+
+__device__ __forceinline__ void kvk_plain_end(const kvk_cuda_attend &attend,
+                                              const kvk_cuda_unit &unit,
+                                              const kvk_plain_shared &shared)
+{
+    for (uint32_t row = 0; row < unit.row_count; row++) {
+        float *output = kvk_unit_row(attend, unit, row, blockIdx.y).output;
+        for (uint32_t i = threadIdx.x; i < attend.head_size_v; i += KVK_PLAIN_THREADS) {
+            output[i] = shared.values[row * attend.head_size_v + i] * shared.factors[row];
+        }
+    }
+}
+
+__global__ void __launch_bounds__(KVK_PLAIN_THREADS) kvk_attend_plain(kvk_cuda_attend attend)
+{
+    const kvk_plain_shared shared = kvk_plain_shared_of(attend);
+    const kvk_cuda_unit unit = attend.units[blockIdx.x];
+    uint32_t tile_count = kvk_tile_count(unit, KVK_PLAIN_TILE_TOKENS);
+    float max = -kvk_infinity();
+    float sum = 0;
+
+    kvk_plain_begin(attend, unit, shared);
+    for (uint32_t i = 0; i < tile_count; i++) {
+        kvk_tile tile = kvk_tile_at(unit, KVK_PLAIN_TILE_TOKENS, i);
+        if (threadIdx.x < tile.end - tile.begin) {
+            uint32_t token = tile.begin + threadIdx.x;
+            shared.pages[threadIdx.x] =
+                (uint8_t *)attend.pages[unit.first_page + token / attend.block_tokens];
+        }
+        kvk_barrier();
+        kvk_plain_score(attend, unit, shared, tile);
+        kvk_barrier();
+        if (threadIdx.x < unit.row_count) {
+            kvk_plain_soften(attend, unit, shared, tile, &max, &sum);
+        }
+        kvk_barrier();
+        kvk_plain_weigh(attend, unit, shared, tile);
+        kvk_barrier(); /* pages, weights and factors are written anew */
+    }
+    if (threadIdx.x < unit.row_count) {
+        kvk_row_end end =
+            kvk_row_finish(max, sum, kvk_unit_sink(attend, unit, threadIdx.x, blockIdx.y));
+        shared.factors[threadIdx.x] = end.factor;
+        *kvk_unit_row(attend, unit, threadIdx.x, blockIdx.y).lse = end.lse;
+    }
+    kvk_barrier();
+    kvk_plain_end(attend, unit, shared);
+}

@@ -1,0 +1,181 @@
+/*
+ * What both attention kernels know of a row: which tokens it sees, what becomes of a dot product,
+ * and how a row is finished. The contract is that of gpu/attend.h.
+ */
+#pragma once
+
+#include "gpu/kernels/device.cuh"
+#include "gpu/kernels/kernels.h"
+
+/* A run of a unit's tokens that is worked on at once. */
+struct kvk_tile {
+    uint32_t begin;
+    uint32_t end;
+};
+
+/* Tiles of a unit: first those of the sinks, then the others. */
+__device__ __forceinline__ uint32_t kvk_tile_count(const kvk_cuda_unit &unit, uint32_t tile_tokens)
+{
+    uint32_t sinks = (unit.sinks_end - unit.sinks_begin + tile_tokens - 1) / tile_tokens;
+
+    return sinks + (unit.end - unit.begin + tile_tokens - 1) / tile_tokens;
+}
+
+__device__ __forceinline__ kvk_tile kvk_tile_at(const kvk_cuda_unit &unit, uint32_t tile_tokens,
+                                                uint32_t index)
+{
+    uint32_t sinks = (unit.sinks_end - unit.sinks_begin + tile_tokens - 1) / tile_tokens;
+    uint32_t end = index < sinks ? unit.sinks_end : unit.end;
+    uint32_t begin = index < sinks ? unit.sinks_begin + index * tile_tokens
+                                   : unit.begin + (index - sinks) * tile_tokens;
+    kvk_tile tile = {begin, begin + tile_tokens};
+
+    if (begin >= end) { /* past the last one */
+        tile.begin = end;
+    }
+    if (tile.end > end) {
+        tile.end = end;
+    }
+    return tile;
+}
+
+/* The columns of a tile that a row sees: c < high and (c >= low or c < sinks). */
+struct kvk_row_view {
+    int32_t low;
+    int32_t high;
+    int32_t sinks;
+};
+
+__device__ __forceinline__ int32_t kvk_clamp(int64_t value, int32_t limit)
+{
+    if (value < 0) {
+        return 0;
+    }
+    return value > limit ? limit : (int32_t)value;
+}
+
+/* `position` counts from the unit's first token, as tiles do. */
+__device__ __forceinline__ kvk_row_view kvk_row_view_of(const kvk_cuda_attend &attend,
+                                                        const kvk_cuda_unit &unit, int64_t position,
+                                                        kvk_tile tile)
+{
+    int32_t count = (int32_t)(tile.end - tile.begin);
+    int64_t distance = position - (int64_t)tile.begin; /* the column that the row itself is */
+    kvk_row_view view = {0, count, 0};
+
+    if (attend.causal) {
+        view.high = kvk_clamp(distance + 1, count);
+    }
+    if (attend.window != 0) {
+        view.low = kvk_clamp(distance + 1 - (int64_t)attend.window, count);
+        view.sinks =
+            kvk_clamp((int64_t)attend.sinks - unit.first_token - (int64_t)tile.begin, count);
+    }
+    return view;
+}
+
+__device__ __forceinline__ bool kvk_row_sees(kvk_row_view view, int32_t column)
+{
+    return column < view.high && (column >= view.low || column < view.sinks);
+}
+
+/* Scaled, capped, then moved by the distance to the token: slope 0 is no ALiBi. */
+__device__ __forceinline__ float kvk_row_logit(const kvk_cuda_attend &attend, float dot,
+                                               float slope, int64_t distance)
+{
+    float logit = dot * attend.scale;
+
+    if (attend.soft_cap > 0) {
+        logit = attend.soft_cap * tanhf(logit / attend.soft_cap);
+    }
+    if (slope != 0) {
+        logit -= slope * fabsf((float)distance);
+    }
+    return logit;
+}
+
+/* The running maximum and sum of a row become what its values are multiplied with, and its LSE.
+ * `sink` is a logit with no value, or -inf. */
+struct kvk_row_end {
+    float factor;
+    float lse;
+};
+
+__device__ __forceinline__ kvk_row_end kvk_row_finish(float max, float sum, float sink)
+{
+    float top = fmaxf(max, sink);
+    kvk_row_end end = {0, -kvk_infinity()};
+
+    if (top == -kvk_infinity()) {
+        return end; /* nothing seen, no sink */
+    }
+    float weight = max == -kvk_infinity() ? 0 : kvk_exp(max - top);
+    float total = sum * weight + kvk_exp(sink - top);
+    end.factor = weight / total;
+    end.lse = top + logf(total);
+    return end;
+}
+
+/* The sink logit of a row whose result is not merged with others, else -inf. */
+__device__ __forceinline__ float kvk_row_sink(const kvk_cuda_attend &attend, uint32_t query_head,
+                                              bool partial)
+{
+    return attend.sink_logits == nullptr || partial ? -kvk_infinity()
+                                                    : attend.sink_logits[query_head];
+}
+
+/* Where a row's results go. */
+struct kvk_row_target {
+    float *output;
+    float *lse;
+};
+
+/* The query head of `head` among those that share KV head `kv_head`. */
+__device__ __forceinline__ uint32_t kvk_query_head(const kvk_cuda_attend &attend, uint32_t kv_head,
+                                                   uint32_t head)
+{
+    return kv_head * (attend.query_heads / attend.kv_heads) + head;
+}
+
+__device__ __forceinline__ kvk_row_target kvk_output_row(const kvk_cuda_attend &attend,
+                                                         uint32_t query, uint32_t query_head)
+{
+    uint64_t row = (uint64_t)query * attend.query_heads + query_head;
+    kvk_row_target target = {attend.output + row * attend.head_size_v, attend.lse + row};
+
+    return target;
+}
+
+__device__ __forceinline__ kvk_row_target kvk_slot_row(const kvk_cuda_attend &attend, uint32_t slot,
+                                                       uint32_t kv_head)
+{
+    uint64_t row = (uint64_t)slot * attend.kv_heads + kv_head;
+    kvk_row_target target = {attend.slot_output + row * attend.head_size_v, attend.slot_lse + row};
+
+    return target;
+}
+
+/* Row `row` of a unit. */
+__device__ __forceinline__ kvk_row_target kvk_unit_row(const kvk_cuda_attend &attend,
+                                                       const kvk_cuda_unit &unit, uint32_t row,
+                                                       uint32_t kv_head)
+{
+    const kvk_cuda_row &of = attend.rows[unit.first_row + row];
+
+    if (unit.first_slot == KVK_CUDA_SLOT_NONE) {
+        return kvk_output_row(attend, of.query, kvk_query_head(attend, kv_head, of.head));
+    }
+    return kvk_slot_row(attend, unit.first_slot + row, kv_head);
+}
+
+/* The sink logit that belongs into what the unit writes for the row. */
+__device__ __forceinline__ float kvk_unit_sink(const kvk_cuda_attend &attend,
+                                               const kvk_cuda_unit &unit, uint32_t row,
+                                               uint32_t kv_head)
+{
+    const kvk_cuda_row &of = attend.rows[unit.first_row + row];
+    bool merged = unit.first_slot != KVK_CUDA_SLOT_NONE;
+
+    return kvk_row_sink(attend, kvk_query_head(attend, kv_head, of.head),
+                        merged || of.partial != 0);
+}
