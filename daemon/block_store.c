@@ -287,6 +287,7 @@ static void tiers_set(struct kvk_cache *cache, struct kvk_group *group, uint32_t
             kvk_bytes_sub(&group->tier_blocks[i], 1);
         }
     }
+    kvk_events_tiers(cache, group, id, block->tier_mask, mask);
     parent_update(cache, kvk_index_set_tiers(cache->index, id, mask));
     kvk_sidecar_block_changed(cache, group, id);
 }
@@ -568,6 +569,7 @@ void kvk_block_unindex(struct kvk_cache *cache, uint32_t id)
     kvk_gone_note(cache, id, first_tier(block), 0, KVK_GONE_INVALIDATED);
     queue_leave(block, id);
     kvk_sidecar_block_leaves(cache, kvk_group_of(cache, block), id);
+    kvk_events_tiers(cache, kvk_group_of(cache, block), id, block->tier_mask, 0);
     uint32_t parent = kvk_index_remove(cache->index, id);
     parent_lost_child(cache, kvk_group_of(cache, block), parent);
     kvk_block_settle(cache, id);

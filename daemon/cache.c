@@ -91,7 +91,8 @@ static enum kvk_status index_make(struct kvk_cache *cache, struct kvk_error *err
         return fail_memory(error);
     }
     if (kvk_journal_init(&cache->journal, config->journal_entries) != KVK_OK ||
-        kvk_mrcs_init(&cache->mrcs, config) != KVK_OK) {
+        kvk_mrcs_init(&cache->mrcs, config) != KVK_OK ||
+        kvk_events_create(config->events_log_bytes, &cache->events) != KVK_OK) {
         return fail_memory(error);
     }
     cache->group_capacity = config->spaces * KVK_GROUP_COUNT_MAX;
@@ -270,6 +271,7 @@ static void memory_free(struct kvk_cache *cache)
 {
     kvk_journal_finish(&cache->journal);
     kvk_mrcs_finish(&cache->mrcs);
+    kvk_events_destroy(cache->events);
     kvk_evict_destroy(cache->evict);
     kvk_index_destroy(cache->index);
     kvk_table_finish(&cache->space_table);
@@ -329,7 +331,8 @@ uint64_t kvk_cache_metadata_bytes(const struct kvk_cache *cache)
     struct kvk_index_stats index;
     kvk_index_stats(cache->index, &index);
     return index.bytes + index.token_bytes + kvk_evict_bytes(cache->evict) +
-           kvk_journal_bytes(&cache->journal) + kvk_mrcs_bytes(&cache->mrcs);
+           kvk_journal_bytes(&cache->journal) + kvk_mrcs_bytes(&cache->mrcs) +
+           kvk_events_bytes(cache->events);
 }
 
 uint64_t kvk_cache_workspace_bytes(const struct kvk_cache *cache)

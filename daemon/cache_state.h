@@ -20,6 +20,7 @@
 #include "daemon/attention.h"
 #include "daemon/cache.h"
 #include "daemon/disk_tier.h"
+#include "daemon/events.h"
 #include "daemon/hint.h"
 #include "daemon/journal.h"
 #include "daemon/lookup.h"
@@ -501,6 +502,7 @@ struct kvk_cache {
     struct kvk_wrong_reuse wrong_reuses[KVK_WRONG_REUSE_COUNT]; /* ring by stats.wrong_reuse */
     struct kvk_mrcs mrcs;       /* how often caches of other sizes would hit */
     struct kvk_journal journal; /* blocks that went */
+    struct kvk_events *events;  /* events.h; NULL: none are logged. Ours */
     struct kvk_gone_cause {
         enum kvk_gone_reason reason;   /* KVK_GONE_NONE: what the block's state says */
         const struct kvk_space *space; /* who gets the room; NULL: nobody in particular */

@@ -86,6 +86,16 @@ struct kvk_config {
     char http_address[256]; /* "": none */
     uint32_t http_open;     /* who is answered without a credential: see daemon/http.h */
 
+    /* [events] */
+    uint64_t events_log_bytes; /* 0: no events */
+    uint32_t events_watchers;  /* gRPC streams at a time */
+    char events_publish[256];  /* ZeroMQ endpoint, "": none */
+    char events_replay[256];   /* another, "": none */
+    uint64_t events_replay_bytes;
+    uint32_t events_encoding; /* enum kvk_events_encoding */
+    uint64_t events_batch_ms;
+    bool events_remote;
+
     /* [process] */
     char user[64]; /* "": as started */
     char group[64];

@@ -122,6 +122,7 @@ static void spaces_retire(struct kvk_cache *cache, struct kvk_tenant_state *stat
     cache->purge_wanted = cache->purge_left > 0;
     for (struct kvk_space *space = state->spaces; space != NULL; space = space->tenant_next) {
         kvk_space_set_generation(space, space->generation + 1);
+        kvk_events_cleared(cache, space);
     }
 }
 

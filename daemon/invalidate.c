@@ -131,9 +131,11 @@ static void spaces_release(struct kvk_space *const *spaces, uint32_t count)
 }
 
 /* From here on its old roots are found no more. */
-static void space_retire(struct kvk_space *space, struct kvk_invalidate_reply *reply)
+static void space_retire(struct kvk_cache *cache, struct kvk_space *space,
+                         struct kvk_invalidate_reply *reply)
 {
     kvk_space_set_generation(space, space->generation + 1);
+    kvk_events_cleared(cache, space);
     reply->spaces++;
     for (uint32_t g = 0; g < space->group_count; g++) {
         const struct kvk_group *group = space->groups[g];
@@ -154,7 +156,7 @@ static enum kvk_status spaces_retire_drops(struct kvk_cache *cache, struct kvk_s
     kvk_persist_begin_drops(cache);
     enum kvk_status status = kvk_persist_raise_drops(cache, spaces, count, error);
     for (uint32_t i = 0; i < count && status == KVK_OK; i++) {
-        space_retire(spaces[i], reply);
+        space_retire(cache, spaces[i], reply);
     }
     kvk_persist_end(cache);
     return status;
