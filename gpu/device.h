@@ -38,6 +38,12 @@ struct kvk_windows {
     _Atomic(uint8_t *) addresses[]; /* [count]; NULL: nothing is backed there */
 };
 
+/* How other processes reach a region that has no file of its own bytes. */
+struct kvk_slab_export {
+    int fd; /* a file with a struct kvk_slab_table (base/slab_table.h), for the side socket; -1:
+               they cannot. Owned by the region */
+};
+
 /* A sparse run of device memory: address space that is backed slab by slab. */
 struct kvk_region {
     uint8_t *address;            /* on the CPU device readable and writable by the daemon; NULL: by
@@ -45,6 +51,7 @@ struct kvk_region {
     uint64_t size_bytes;         /* of address space; 0: no region */
     int fd;                      /* sealed memfd (CPU device), or -1; owned by the region */
     struct kvk_windows *windows; /* the device's own; NULL where `address` is set */
+    struct kvk_slab_export *slabs; /* the device's own; NULL where `fd` is what is passed on */
 };
 
 /* Where the piece that begins at `offset` lies; NULL where nothing is backed around it. Stable
@@ -71,13 +78,21 @@ struct kvk_copy {
 
 enum kvk_export_kind {
     KVK_EXPORT_MEMFD = 1,    /* region.fd, to be passed over the side socket */
-    KVK_EXPORT_CUDA_IPC = 2, /* handle bytes */
+    KVK_EXPORT_CUDA_IPC = 2, /* region.slabs->fd: a table of handles, one per slab */
 };
 
 struct kvk_export {
     enum kvk_export_kind kind;
     int fd; /* borrowed from the region */
-    uint8_t handle[64];
+};
+
+/* Who is told what memory of the CPU device is backed, as addresses: a GPU locks its pages, so that
+ * its copy engines reach them. Both are called without a lock; `leaving` before the pages go, for
+ * ranges that may hold several that were backed, parts that were not, or nothing. */
+struct kvk_memory_watch {
+    void (*backed)(void *context, void *address, uint64_t size_bytes);
+    void (*leaving)(void *context, void *address, uint64_t size_bytes);
+    void *context;
 };
 
 struct kvk_device_info {
@@ -121,6 +136,22 @@ struct kvk_device_ops {
                               struct kvk_error *error);
     enum kvk_status (*export)(struct kvk_device *device, const struct kvk_region *region,
                               struct kvk_export *export, struct kvk_error *error);
+    /* As alloc, on that part of the device which serves `place` (the number of a shard): several
+     * GPUs share out what they hold by it. NULL: the device is one. */
+    enum kvk_status (*alloc_at)(struct kvk_device *device, uint32_t place, uint64_t size_bytes,
+                                uint64_t piece_bytes, const char *name, struct kvk_region *region,
+                                struct kvk_error *error);
+    /* Has it fallen away for good, with all that lay on it? From then on every operation refuses
+     * with KVK_UNAVAILABLE, and freeing works. Waits for nothing: may be asked with a lock held.
+     * NULL: it never does. */
+    bool (*is_lost)(const struct kvk_device *device);
+    /* As alloc, for bytes that other tenants' processes map: mapped whole by the daemon, and then
+     * sealed, so that nobody can map it writably any more, whatever he does with the descriptor.
+     * Such memory cannot be punched: it goes when it is freed, and stays while a process maps it
+     * (as zeros). NULL: the device has none of that kind. */
+    enum kvk_status (*alloc_public)(struct kvk_device *device, uint64_t size_bytes,
+                                    const char *name, struct kvk_region *region,
+                                    struct kvk_error *error);
 };
 
 struct kvk_device {
@@ -136,7 +167,8 @@ struct kvk_device_cpu_options {
     bool lock_memory;             /* what is backed is never paged out */
     uint64_t window_bytes;        /* of regions that are mapped by windows, whole pages; 0: 1 GiB */
     const char *path;             /* force one of kvk_device_info.path; NULL: the best there is */
-    uint32_t test_copy_delay_us;  /* test hook: sleep before each piece */
+    const struct kvk_memory_watch *watch; /* borrowed for the device's life; NULL: nobody */
+    uint32_t test_copy_delay_us;          /* test hook: sleep before each piece */
 };
 
 KVK_CHECKED enum kvk_status kvk_device_cpu_open(const struct kvk_device_cpu_options *options,

@@ -22,7 +22,8 @@ struct device_cpu {
     struct kvk_threads *attend_threads; /* ours */
     struct kvk_copy_cpu copy;
     struct kvk_memory_cpu_wishes wishes;
-    _Atomic uint32_t region_count; /* given out and not freed */
+    const struct kvk_memory_watch *watch; /* borrowed; NULL: nobody */
+    _Atomic uint32_t region_count;        /* given out and not freed */
 };
 
 static struct device_cpu *device_of(struct kvk_device *device)
@@ -51,6 +52,40 @@ static void cpu_close(struct kvk_device *device)
     free(cpu);
 }
 
+/* Tell who watches of every run of addresses that shows a part of the range: with windows, what
+ * lies where two meet has two addresses. */
+static void watch_tell(const struct kvk_region *region, uint64_t offset, uint64_t size_bytes,
+                       void (*tell)(void *context, void *address, uint64_t size_bytes),
+                       void *context)
+{
+    const struct kvk_windows *windows = region->windows;
+    if (windows == NULL) {
+        tell(context, region->address + offset, size_bytes);
+        return;
+    }
+    uint64_t end = offset + size_bytes;
+    uint64_t first = offset > windows->reach_bytes ? offset - windows->reach_bytes : 0;
+    for (uint64_t i = first / windows->window_bytes;
+         i < windows->count && i * windows->window_bytes < end; i++) {
+        uint8_t *address = atomic_load(&windows->addresses[i]);
+        uint64_t begin = i * windows->window_bytes;
+        uint64_t stop = begin + windows->window_bytes + windows->reach_bytes;
+        uint64_t from = offset > begin ? offset : begin;
+        stop = end < stop ? end : stop;
+        if (address != NULL && from < stop) {
+            tell(context, address + (from - begin), stop - from);
+        }
+    }
+}
+
+static void watch_leaving(const struct device_cpu *cpu, const struct kvk_region *region,
+                          uint64_t offset, uint64_t size_bytes)
+{
+    if (cpu->watch != NULL && size_bytes > 0) {
+        watch_tell(region, offset, size_bytes, cpu->watch->leaving, cpu->watch->context);
+    }
+}
+
 static enum kvk_status cpu_alloc(struct kvk_device *device, uint64_t size_bytes,
                                  uint64_t piece_bytes, const char *name, struct kvk_region *region,
                                  struct kvk_error *error)
@@ -65,10 +100,25 @@ static enum kvk_status cpu_alloc(struct kvk_device *device, uint64_t size_bytes,
     return status;
 }
 
+static enum kvk_status cpu_alloc_public(struct kvk_device *device, uint64_t size_bytes,
+                                        const char *name, struct kvk_region *region,
+                                        struct kvk_error *error)
+{
+    struct device_cpu *cpu = device_of(device);
+
+    enum kvk_status status =
+        kvk_memory_cpu_alloc_public(size_bytes, name, &cpu->wishes, region, error);
+    if (status == KVK_OK) {
+        atomic_fetch_add(&cpu->region_count, 1);
+    }
+    return status;
+}
+
 static void cpu_free(struct kvk_device *device, struct kvk_region *region)
 {
     struct device_cpu *cpu = device_of(device);
 
+    watch_leaving(cpu, region, 0, region->size_bytes);
     kvk_memory_cpu_free(region);
     uint32_t before = atomic_fetch_sub(&cpu->region_count, 1);
     KVK_ASSERT(before > 0);
@@ -92,6 +142,7 @@ static void cpu_leave(struct kvk_device *device, struct kvk_region *region)
 {
     struct device_cpu *cpu = device_of(device);
 
+    watch_leaving(cpu, region, 0, region->size_bytes);
     kvk_memory_cpu_leave(region);
     uint32_t before = atomic_fetch_sub(&cpu->region_count, 1);
     KVK_ASSERT(before > 0);
@@ -102,13 +153,17 @@ static enum kvk_status cpu_back(struct kvk_device *device, struct kvk_region *re
 {
     struct device_cpu *cpu = device_of(device);
 
-    return kvk_memory_cpu_back(region, offset, size_bytes, &cpu->wishes, error);
+    enum kvk_status status = kvk_memory_cpu_back(region, offset, size_bytes, &cpu->wishes, error);
+    if (status == KVK_OK && cpu->watch != NULL && size_bytes > 0) {
+        watch_tell(region, offset, size_bytes, cpu->watch->backed, cpu->watch->context);
+    }
+    return status;
 }
 
 static enum kvk_status cpu_punch(struct kvk_device *device, struct kvk_region *region,
                                  uint64_t offset, uint64_t size_bytes, struct kvk_error *error)
 {
-    (void)device_of(device);
+    watch_leaving(device_of(device), region, offset, size_bytes);
     return kvk_memory_cpu_punch(region, offset, size_bytes, error);
 }
 
@@ -162,6 +217,7 @@ static const struct kvk_device_ops cpu_ops = {
     .copy = cpu_copy,
     .attend = cpu_attend,
     .export = cpu_export,
+    .alloc_public = cpu_alloc_public,
 };
 
 /* Processors that this process may run on: a container often has fewer than the machine. */
@@ -214,6 +270,7 @@ enum kvk_status kvk_device_cpu_open(const struct kvk_device_cpu_options *options
     }
     cpu->device.ops = &cpu_ops;
     cpu->kernel = kernel;
+    cpu->watch = options->watch;
     cpu->wishes = (struct kvk_memory_cpu_wishes){
         .window_bytes = options->window_bytes == 0 ? WINDOW_BYTES_DEFAULT : options->window_bytes,
         .huge_pages = options->huge_pages,

@@ -1,0 +1,23 @@
+# The stand-in for CUDA's runtime library, the CUDA device on it, and a daemon that has it.
+add_library(kvk_cuda_sim_runtime STATIC ${CMAKE_CURRENT_LIST_DIR}/runtime.c
+            ${CMAKE_CURRENT_LIST_DIR}/runtime_memory.c)
+target_include_directories(kvk_cuda_sim_runtime PUBLIC ${CMAKE_CURRENT_LIST_DIR}/include)
+target_link_libraries(kvk_cuda_sim_runtime PUBLIC kvk_flags)
+
+file(GLOB cuda_files CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/gpu/device_cuda*.c)
+list(REMOVE_ITEM cuda_files ${CMAKE_SOURCE_DIR}/gpu/device_cuda_absent.c)
+add_library(kvk_cuda_sim STATIC ${cuda_files})
+target_link_libraries(kvk_cuda_sim PUBLIC kvk_gpu kvk_cuda_sim_device kvk_cuda_sim_runtime)
+
+# The numbers are CUDA's own, where there is a toolkit to ask.
+if(KVK_CUDA_INCLUDE)
+    add_library(kvk_cuda_sim_parity OBJECT ${CMAKE_CURRENT_LIST_DIR}/parity.c)
+    target_link_libraries(kvk_cuda_sim_parity PRIVATE kvk_flags)
+    target_include_directories(kvk_cuda_sim_parity SYSTEM BEFORE PRIVATE ${KVK_CUDA_INCLUDE})
+endif()
+
+foreach(stem runtime_memory_test runtime_order_test device_memory device_copy device_failures)
+    if(EXISTS ${CMAKE_CURRENT_LIST_DIR}/${stem}.c)
+        kvk_criterion_test(${CMAKE_CURRENT_LIST_DIR}/${stem}.c LINK kvk_cuda_sim)
+    endif()
+endforeach()
