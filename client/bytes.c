@@ -199,6 +199,10 @@ static enum kvk_status attend_make(const struct kvkeep_session *session,
     request->group_window = attend->group_window;
     request->window = attend->window;
     request->sinks = attend->sinks;
+    request->alibi_slopes = (float *)(uintptr_t)attend->alibi_slopes;
+    request->n_alibi_slopes = attend->alibi_slopes != NULL ? attend->query_heads : 0;
+    request->sink_logits = (float *)(uintptr_t)attend->sink_logits;
+    request->n_sink_logits = attend->sink_logits != NULL ? attend->query_heads : 0;
     for (uint32_t i = 0; i < item_count; i++) {
         Kvkeep__V1__AttendItem *item = &message->items[i];
         kvkeep__v1__attend_item__init(item);

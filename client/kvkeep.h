@@ -357,6 +357,8 @@ struct kvkeep_attend {
     bool group_window;
     uint32_t window;
     uint32_t sinks;
+    const float *alibi_slopes; /* [query_heads], or NULL: none */
+    const float *sink_logits;  /* [query_heads], or NULL: none; -inf: none for that head */
 };
 KVK_CHECKED enum kvk_status kvkeep_attend(struct kvkeep_session *session,
                                           const struct kvkeep_attend *attend,

@@ -30,6 +30,26 @@ static enum kvk_status refuse_item(struct kvk_error *error, uint32_t index, cons
     return refuse_field(error, field, value, limit, reason);
 }
 
+/* None, or a number for each query head; the index of a bad one is part of the field's name. */
+static enum kvk_status per_head_check(const struct kvk_attention_request *request, const char *name,
+                                      const float *values, size_t count, bool lowest_allowed,
+                                      struct kvk_error *error)
+{
+    char field[KVK_ERROR_FIELD_SIZE];
+
+    if (count != 0 && count != request->query_heads) {
+        return refuse_field(error, name, count, request->query_heads,
+                            "there must be one for each of query_heads, or none");
+    }
+    for (size_t i = 0; i < count; i++) {
+        if (!isfinite(values[i]) && !(lowest_allowed && values[i] == -INFINITY)) {
+            (void)snprintf(field, sizeof(field), "%s[%zu]", name, i);
+            return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, field, "%s must be finite", field);
+        }
+    }
+    return KVK_OK;
+}
+
 static enum kvk_status request_check(const struct kvk_attention_request *request,
                                      struct kvk_error *error)
 {
@@ -50,7 +70,13 @@ static enum kvk_status request_check(const struct kvk_attention_request *request
         return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "soft_cap",
                         "soft_cap must be finite and not negative");
     }
-    return KVK_OK;
+    enum kvk_status status = per_head_check(request, "alibi_slopes", request->alibi_slopes,
+                                            request->alibi_slope_count, false, error);
+    if (status == KVK_OK) {
+        status = per_head_check(request, "sink_logits", request->sink_logits,
+                                request->sink_logit_count, true, error);
+    }
+    return status;
 }
 
 /* Items as they stand, before their shapes are known. */
@@ -137,6 +163,10 @@ static enum kvk_status group_check(const struct kvk_attention_request *request,
         return refuse_field(error, "layer", request->layer, geometry->layers - 1,
                             "the group has no such layer");
     }
+    if (geometry->attention == KVK_ATTENTION_CROSS && request->alibi_slope_count != 0) {
+        return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "alibi_slopes",
+                        "alibi_slopes: a query has no distance from what it attends across");
+    }
     if (request->rank >= geometry->tensor_shards) {
         return refuse_field(error, "rank", request->rank, geometry->tensor_shards - 1,
                             "there is no such tensor rank");
@@ -182,6 +212,8 @@ enum kvk_status kvk_attention_choose_group(struct kvk_attention_plan *plan,
         .scale = request->scale,
         .soft_cap = request->soft_cap,
         .causal = request->causal && !cross,
+        .alibi_slopes = request->alibi_slope_count != 0 ? request->alibi_slopes : NULL,
+        .sink_logits = request->sink_logit_count != 0 ? request->sink_logits : NULL,
     };
     if (!cross) {
         plan->attend.window = request->group_window ? geometry->window : request->window;
@@ -316,6 +348,7 @@ static enum kvk_status attend_tier(const struct kvk_attention_plan *plan, struct
             .pages = plan->addresses[tier] + span->offset,
             .page_count = span->page_count,
             .first_token = span->first_page * plan->geometry.block_tokens,
+            .partial = is_mixed(span),
         };
         attend.item_count++;
     }
@@ -333,6 +366,7 @@ static void item_finish(const struct kvk_attention_plan *plan, const struct work
     const struct kvk_attention_span *span = &plan->spans[index];
     uint64_t rows = item_rows(plan, index);
     uint32_t head_size = plan->geometry.head_size_v;
+    bool merged_here = true;
 
     item->device_tokens = span->tokens[KVK_TIER_DEVICE];
     item->host_tokens = span->tokens[KVK_TIER_HOST];
@@ -344,6 +378,12 @@ static void item_finish(const struct kvk_attention_plan *plan, const struct work
         for (uint64_t row = 0; row < rows; row++) {
             item->lse[row] = -INFINITY;
         }
+    } else {
+        merged_here = false;
+    }
+    if (merged_here && plan->attend.sink_logits != NULL) {
+        kvk_attend_sink_logits(item->output, item->lse, plan->attend.sink_logits, item->query_count,
+                               plan->request->query_heads, head_size);
     }
 }
 

@@ -34,6 +34,10 @@ struct kvk_attention_request {
     bool group_window;
     uint32_t window;
     uint32_t sinks;
+    const float *alibi_slopes; /* [alibi_slope_count], query_heads of them or none */
+    size_t alibi_slope_count;
+    const float *sink_logits; /* [sink_logit_count], likewise; -inf: no sink */
+    size_t sink_logit_count;
     struct kvk_attention_item *items; /* [item_count], all of one space */
     uint32_t item_count;
 };

@@ -76,6 +76,10 @@ static enum kvk_status check_request(const struct kvk_rpc *rpc,
     request->group_window = asked->group_window;
     request->window = asked->window;
     request->sinks = asked->sinks;
+    request->alibi_slopes = asked->alibi_slopes;
+    request->alibi_slope_count = asked->n_alibi_slopes;
+    request->sink_logits = asked->sink_logits;
+    request->sink_logit_count = asked->n_sink_logits;
     request->item_count = (uint32_t)asked->n_items;
     return status;
 }

@@ -15,7 +15,8 @@ struct branch {
 
 /* What tells members apart. */
 struct key {
-    uintptr_t page;    /* 0: absent */
+    uint32_t next;     /* the next page that is there */
+    uintptr_t page;    /* 0: there is none */
     uint64_t position; /* under a window: others see something else */
     uint64_t first_token;
     uint32_t item;
@@ -35,13 +36,17 @@ static const struct kvk_attend_item *member(const struct splitting *work, uint32
     return &work->attend->items[work->split->members[index]];
 }
 
-/* The page that an item goes on with; absent pages are nobody's, and part ways. */
-static const void *page_at(const struct kvk_attend_item *item, uint32_t page)
+/* The first page from `page` on that is there, or the table's end. Absent pages are in other hands:
+ * they neither join items nor part them. */
+static uint32_t next_present(const struct kvk_attend_item *item, uint32_t page)
 {
-    return page < item->page_count ? item->pages[page] : NULL;
+    while (page < item->page_count && item->pages[page] == NULL) {
+        page++;
+    }
+    return page;
 }
 
-/* The first page from `page` on at which the branch's members differ, or their tables end. */
+/* Behind the last page that all of the branch's members have, from branch->page on. */
 static uint32_t common_end(const struct splitting *work, const struct branch *branch)
 {
     const struct kvk_attend_item *first = member(work, branch->first_member);
@@ -50,11 +55,14 @@ static uint32_t common_end(const struct splitting *work, const struct branch *br
     for (uint32_t i = 1; i < branch->member_count; i++) {
         const struct kvk_attend_item *other = member(work, branch->first_member + i);
         uint32_t page = branch->page;
-        while (page < end && page_at(first, page) != NULL &&
-               page_at(first, page) == page_at(other, page)) {
+        end = other->page_count < end ? other->page_count : end;
+        while (page < end && first->pages[page] == other->pages[page]) {
             page++;
         }
         end = page;
+    }
+    while (end > branch->page && first->pages[end - 1] == NULL) {
+        end--;
     }
     return end;
 }
@@ -77,6 +85,9 @@ static int key_compare(const void *left, const void *right)
     if (a->page != b->page) {
         return a->page < b->page ? -1 : 1;
     }
+    if (a->next != b->next) {
+        return a->next < b->next ? -1 : 1;
+    }
     if (a->position != b->position) {
         return a->position < b->position ? -1 : 1;
     }
@@ -86,15 +97,17 @@ static int key_compare(const void *left, const void *right)
     return a->item < b->item ? -1 : 1;
 }
 
-/* Put members that go on with the same page side by side, and push a branch for each such group. */
+/* Put members whose next page is the same side by side, and push a branch for each such group. */
 static void branch_out(struct splitting *work, const struct branch *branch)
 {
     struct branch next = *branch;
 
     for (uint32_t i = 0; i < branch->member_count; i++) {
         const struct kvk_attend_item *item = member(work, branch->first_member + i);
+        uint32_t page = next_present(item, branch->page);
         work->keys[i] = (struct key){
-            .page = (uintptr_t)page_at(item, branch->page),
+            .next = page,
+            .page = page < item->page_count ? (uintptr_t)item->pages[page] : 0,
             .position = work->attend->window != 0 ? item->position : 0,
             .first_token = item->first_token,
             .item = work->split->members[branch->first_member + i],
@@ -105,7 +118,7 @@ static void branch_out(struct splitting *work, const struct branch *branch)
     for (uint32_t i = 0; i < branch->member_count; i++) {
         const struct key *key = &work->keys[i];
         const struct key *before = i > 0 ? &work->keys[i - 1] : key;
-        bool alike = key->page != 0 && key->page == before->page &&
+        bool alike = key->page != 0 && key->page == before->page && key->next == before->next &&
                      key->position == before->position && key->first_token == before->first_token;
         work->split->members[branch->first_member + i] = key->item;
         if (i > 0 && !alike) {

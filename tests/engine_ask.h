@@ -178,6 +178,8 @@ struct ask {
     const uint32_t *tokens[8]; /* of the item's sequence */
     uint64_t sealed[8];
     struct kvk_geometry geometry;
+    float slopes[KVK_HEAD_COUNT_MAX];
+    float sinks[KVK_HEAD_COUNT_MAX];
     uint8_t *queries[8];
     float *output[8];
     float *lse[8];
@@ -228,6 +230,25 @@ static inline struct kvk_attention_item *ask_add(struct ask *ask, uint64_t seque
                                     .output = ask->output[i],
                                     .lse = ask->lse[i]};
     return &ask->items[i];
+}
+
+/* ALiBi slopes, or sink logits, a different one for each query head. */
+static inline void ask_slopes(struct ask *ask)
+{
+    for (uint32_t head = 0; head < ask->request.query_heads; head++) {
+        ask->slopes[head] = ldexpf(1, -1 - (int)(head % 6));
+    }
+    ask->request.alibi_slopes = ask->slopes;
+    ask->request.alibi_slope_count = ask->request.query_heads;
+}
+
+static inline void ask_sinks(struct ask *ask)
+{
+    for (uint32_t head = 0; head < ask->request.query_heads; head++) {
+        ask->sinks[head] = head % 4 == 3 ? -INFINITY : (float)head - 2;
+    }
+    ask->request.sink_logits = ask->sinks;
+    ask->request.sink_logit_count = ask->request.query_heads;
 }
 
 static inline void ask_finish(struct ask *ask)
@@ -304,6 +325,9 @@ static inline double plain_row(const struct ask *ask, uint32_t item, uint64_t ro
         if (ask->request.soft_cap > 0) {
             logit = (double)ask->request.soft_cap * tanh(logit / (double)ask->request.soft_cap);
         }
+        if (ask->request.alibi_slope_count != 0) {
+            logit -= (double)ask->slopes[row % heads] * fabs((double)position - (double)token);
+        }
         /* Logits are small here: no maximum is needed. */
         double weight = exp(logit);
         sum += weight;
@@ -311,6 +335,9 @@ static inline double plain_row(const struct ask *ask, uint32_t item, uint64_t ro
             output[d] += weight * (double)value_at(geometry->latent ? 0 : 1, ask->request.layer,
                                                    kv_head, ask->tokens[item][token], token, d);
         }
+    }
+    if (ask->request.sink_logit_count != 0) {
+        sum += exp((double)ask->sinks[row % heads]);
     }
     for (uint32_t d = 0; d < geometry->head_size_v; d++) {
         output[d] = sum == 0 ? 0 : output[d] / sum;

@@ -25,7 +25,7 @@ def stored(seed, position, layer, is_value, head):
 
 
 def reference(seed, token_count, queries, position, layer, scale, causal=True, window=0, sinks=0,
-              soft_cap=0.0):
+              soft_cap=0.0, alibi_slopes=None, sink_logits=None):
     outputs, lses = [], []
     per_kv = QUERY_HEADS // KV_HEADS
     for index in range(len(queries) // (QUERY_HEADS * HEAD_SIZE)):
@@ -43,13 +43,16 @@ def reference(seed, token_count, queries, position, layer, scale, causal=True, w
                 logit = scale * sum(a * b for a, b in zip(q, k))
                 if soft_cap:
                     logit = soft_cap * math.tanh(logit / soft_cap)
+                if alibi_slopes:
+                    logit -= alibi_slopes[head] * abs(p - j)
                 logits.append((j, logit))
+            sink = sink_logits[head] if sink_logits else -math.inf
             if not logits:
                 outputs += [0.0] * HEAD_SIZE
-                lses.append(-math.inf)
+                lses.append(sink)
                 continue
             top = max(logit for _, logit in logits)
-            total = sum(math.exp(logit - top) for _, logit in logits)
+            total = sum(math.exp(logit - top) for _, logit in logits) + math.exp(sink - top)
             lses.append(top + math.log(total))
             result = [0.0] * HEAD_SIZE
             for j, logit in logits:
@@ -106,9 +109,13 @@ def test_against_plain_python(worker):
     length = 14
     sequence = worker.prefill(space, list(range(length)), "kv").sequence_id
     masks = [dict(), dict(causal=False), dict(window=5), dict(window=3, sinks=2),
-             dict(soft_cap=0.8), dict(causal=False, window=4)]
+             dict(soft_cap=0.8), dict(causal=False, window=4),
+             dict(alibi_slopes=[0.5, 0.25, 0.125, 0.0625]),
+             dict(sink_logits=[0.5, -math.inf, 3.0, -2.0]),
+             dict(alibi_slopes=[0.5, 0.25, 0.0, 0.0625], sink_logits=[1.0] * 4, soft_cap=0.8,
+                  window=6, sinks=1)]
     for number, mask in enumerate(masks):
-        position = (0, 11, 13, 9, 5, 12)[number]
+        position = (0, 11, 13, 9, 5, 12, 7, 11, 12)[number]
         queries = make_queries(number, 3)
         answer = worker.call("Attend", request(worker, [item(sequence, queries, position)],
                                                **mask))
@@ -150,6 +157,10 @@ def test_token_limit_and_nothing_visible(worker):
     answer = worker.call("Attend", request(worker, [item(empty, queries, 0)]))
     assert floats(answer.results[0].output) == [0.0] * (QUERY_HEADS * HEAD_SIZE)
     assert all(value == -math.inf for value in floats(answer.results[0].lse))
+    answer = worker.call("Attend", request(worker, [item(empty, queries, 0)],
+                                           sink_logits=[0.5, 1, 2, -math.inf]))
+    assert floats(answer.results[0].output) == [0.0] * (QUERY_HEADS * HEAD_SIZE)
+    assert floats(answer.results[0].lse) == [0.5, 1, 2, -math.inf]
 
 
 def test_operands_in_scratch_memory(worker):
@@ -193,6 +204,11 @@ def test_bad_operands_are_named(worker):
                            (dict(scale=0.0), "scale"), (dict(scale=-1.0), "scale"),
                            (dict(soft_cap=math.nan), "soft_cap"),
                            (dict(soft_cap=-1.0), "soft_cap"),
+                           (dict(alibi_slopes=[0.5]), "alibi_slopes"),
+                           (dict(alibi_slopes=[0.5] * 5), "alibi_slopes"),
+                           (dict(alibi_slopes=[0, 0, math.nan, 0]), "alibi_slopes[2]"),
+                           (dict(sink_logits=[0.5] * 3), "sink_logits"),
+                           (dict(sink_logits=[0, math.inf, 0, 0]), "sink_logits[1]"),
                            (dict(format=0), "format"), (dict(format=77), "format"),
                            (dict(query_heads=0), "query_heads"),
                            (dict(query_heads=2**32 - 1), "query_heads"),

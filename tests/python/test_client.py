@@ -144,6 +144,16 @@ def test_attend_against_numpy(client):
                 assert math.isclose(result.lse[i, head], top + math.log(weights.sum()),
                                     rel_tol=1e-5, abs_tol=1e-5)
         assert result.device_tokens == 10 and result.host_tokens == 0
+        slopes, sinks = [0.5, 0.0, 0.25, 1.0], [1.0, -math.inf, 0.0, 2.0]
+        result, = session.attend(space, [(sequence, position, queries)], layer=layer, scale=scale,
+                                 alibi_slopes=slopes, sink_logits=sinks)
+        for head in range(4):
+            logits = scale * keys[head // 2, :position + 1].astype(float) @ queries[0, head]
+            logits -= slopes[head] * (position - np.arange(position + 1))
+            total = np.exp(logits).sum() + math.exp(sinks[head])
+            expected = np.exp(logits) @ values[head // 2, :position + 1] / total
+            assert np.allclose(result.output[0, head], expected, atol=1e-5)
+            assert math.isclose(result.lse[0, head], math.log(total), rel_tol=1e-5, abs_tol=1e-5)
 
 
 def test_ranks_of_an_instance(client):

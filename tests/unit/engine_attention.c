@@ -88,6 +88,12 @@ static void scene_ask(struct house *house, struct kvk_random *random, uint64_t s
     ask.request.soft_cap = kvk_random_chance(random, 0.3) ? 5.0F : 0.0F;
     ask.request.causal = geometry->window != 0 || kvk_random_chance(random, 0.7);
     ask.request.group_window = geometry->window != 0;
+    if (kvk_random_chance(random, 0.3)) {
+        ask_slopes(&ask);
+    }
+    if (kvk_random_chance(random, 0.3)) {
+        ask_sinks(&ask);
+    }
     if (geometry->window == 0 && kvk_random_chance(random, 0.4)) {
         ask.request.window = (uint32_t)kvk_random_between(random, 1, 50);
         ask.request.sinks = (uint32_t)kvk_random_below(random, 6);
@@ -169,6 +175,10 @@ Test(engine_attention, parts_are_merged)
     cr_expect_eq(ask.items[1].device_tokens, 13);
     cr_expect_eq(ask.items[1].host_tokens, 0);
     cr_expect_eq(house.cache->stats.attended_tokens, 63);
+    /* A sink logit counts once, though both tiers have a part. */
+    ask_sinks(&ask);
+    ask_slopes(&ask);
+    ask_right(&house, &ask, "sink logits over two tiers");
     swap_in(&house, session_id, long_one);
     ask_right(&house, &ask, "swapped in");
     cr_expect_eq(ask.items[0].device_tokens, 50);
@@ -417,6 +427,11 @@ Test(engine_attention, b7_cross_attention)
     ask_right(&house, &ask, "device again");
     cr_expect_eq(ask.items[0].device_tokens, 1500);
     cr_expect_eq(house_cached(&house, decoder_id, tokens, 1500), 0);
+    ask_sinks(&ask);
+    ask_right(&house, &ask, "sink logits");
+    ask_slopes(&ask);
+    cr_expect_eq(ask_run(&house, &ask), KVK_INVALID, "an encoder's tokens are at no distance");
+    cr_expect_str_eq(house.error.field, "alibi_slopes");
     ask_finish(&ask);
     house_stop(&house);
 }
@@ -520,6 +535,9 @@ Test(engine_attention, l4_nothing_to_see)
     cr_expect(isinf(ask.lse[0][0]));
     swap_out(&house, session_id, empty);
     ask_right(&house, &ask, "empty, swapped out");
+    ask_sinks(&ask);
+    ask_right(&house, &ask, "empty but for sink logits");
+    cr_expect_eq(ask.lse[0][0], -2);
     ask_finish(&ask);
     house_stop(&house);
 }
@@ -577,6 +595,17 @@ Test(engine_attention, wrong_requests)
     REFUSED(ask.request.scale = NAN, KVK_INVALID, "scale");
     REFUSED(ask.request.scale = INFINITY, KVK_INVALID, "scale");
     REFUSED(ask.request.soft_cap = -1, KVK_INVALID, "soft_cap");
+    const float heads[8] = {0, INFINITY, NAN, 0, -INFINITY, 0, 0, 0};
+    REFUSED((ask.request.alibi_slopes = heads, ask.request.alibi_slope_count = 1), KVK_INVALID,
+            "alibi_slopes");
+    REFUSED((ask.request.alibi_slopes = heads, ask.request.alibi_slope_count = 2), KVK_INVALID,
+            "alibi_slopes[1]");
+    REFUSED((ask.request.sink_logits = heads, ask.request.sink_logit_count = 3), KVK_INVALID,
+            "sink_logits");
+    REFUSED((ask.request.sink_logits = heads + 1, ask.request.sink_logit_count = 2), KVK_INVALID,
+            "sink_logits[0]");
+    REFUSED((ask.request.sink_logits = heads + 2, ask.request.sink_logit_count = 2), KVK_INVALID,
+            "sink_logits[0]");
     REFUSED(ask.request.group = 2, KVK_INVALID, "group");
     REFUSED(ask.request.group = 1, KVK_UNSUPPORTED, "group");
     REFUSED(ask.request.layer = 2, KVK_INVALID, "layer");

@@ -55,22 +55,24 @@ static void tables_make(struct tables *tables, struct kvk_random *random)
     }
 }
 
-/* Pages that the two have in common from their begin. */
+/* Behind the last page that the two have in common from their begin; both may lack some. */
 static uint32_t common_pages(const struct tables *tables, uint32_t a, uint32_t b)
 {
     const struct kvk_attend_item *left = &tables->items[a];
     const struct kvk_attend_item *right = &tables->items[b];
-    uint32_t page = 0;
+    uint32_t last = 0;
 
     if (left->first_token != right->first_token ||
         (tables->attend.window != 0 && left->position != right->position)) {
         return 0;
     }
-    while (page < left->page_count && page < right->page_count && left->pages[page] != NULL &&
-           left->pages[page] == right->pages[page]) {
-        page++;
+    for (uint32_t page = 0; page < left->page_count && page < right->page_count; page++) {
+        if (left->pages[page] != right->pages[page]) {
+            break;
+        }
+        last = left->pages[page] != NULL ? page + 1 : last;
     }
-    return page;
+    return last;
 }
 
 static bool is_member(const struct kvk_attend_split *split,

@@ -210,12 +210,15 @@ class Session:
     def attend(self, space: Space, items: SequenceOf[tuple["Sequence | Lease", int, np.ndarray]],
                *, layer: int, scale: float, group: int = 0, causal: bool = True,
                group_window: bool = True, window: int = 0, sinks: int = 0, soft_cap: float = 0.0,
-               query_format: Format = Format.FP32, rank: int | None = None) -> list[AttendResult]:
+               query_format: Format = Format.FP32, rank: int | None = None,
+               alibi_slopes: SequenceOf[float] = (),
+               sink_logits: SequenceOf[float] = ()) -> list[AttendResult]:
         """Attention of queries over what sequences or leases hold, where it lies.
 
         items: (sequence or lease, absolute position of the first query, queries
         [query_count][query_heads][head_size_k] in query_format; bf16 as its bits, u16). `layer` is
-        within the group. Results in the order of items.
+        within the group. alibi_slopes and sink_logits: one for each query head, or none. Results in
+        the order of items.
         """
         if not items:
             raise ValueError("nothing to attend")
@@ -234,7 +237,8 @@ class Session:
             session_id=self.id, group=group, layer=layer,
             rank=self.rank if rank is None else rank, query_heads=heads, format=int(query_format),
             scale=scale, soft_cap=soft_cap, causal=causal, group_window=group_window,
-            window=window, sinks=sinks, items=messages), repeat=True)
+            window=window, sinks=sinks, items=messages, alibi_slopes=alibi_slopes,
+            sink_logits=sink_logits), repeat=True)
         results = []
         for message, result in zip(messages, response.results, strict=True):
             output = np.frombuffer(result.output, dtype="<f4")
