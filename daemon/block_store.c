@@ -685,6 +685,20 @@ void kvk_block_discredit(struct kvk_cache *cache, uint32_t id, enum kvk_tier tie
     kvk_block_settle(cache, id);
 }
 
+void kvk_block_recredit(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier,
+                        const uint64_t *checksums)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    struct kvk_group *group = kvk_group_of(cache, block);
+    KVK_ASSERT(is_damaged(block, tier));
+    queue_leave(block, id);
+    memcpy(kvk_block_checksums(cache, block, tier), checksums,
+           group->shard_count * sizeof(*checksums));
+    tiers_set(cache, group, id, (uint8_t)(block->tier_mask | 1U << tier));
+    kvk_block_settle(cache, id);
+}
+
 void kvk_block_seal(struct kvk_cache *cache, uint32_t id)
 {
     struct kvk_block *block = kvk_index_block(cache->index, id);

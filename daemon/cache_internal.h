@@ -124,6 +124,11 @@ void kvk_block_drop_copy(struct kvk_cache *cache, uint32_t block, enum kvk_tier 
  * goes at once, and the block may go with it. */
 void kvk_block_discredit(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier);
 
+/* The bytes in this tier were discredited, and are now those that were sealed: they count again.
+ * checksums: [group.shard_count]. */
+void kvk_block_recredit(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier,
+                        const uint64_t *checksums);
+
 /* Seal an unsealed block whose bytes are all there: it gets its copy bit. */
 void kvk_block_seal(struct kvk_cache *cache, uint32_t block);
 

@@ -11,6 +11,7 @@
 #include "base/assert.h"
 #include "base/log.h"
 #include "daemon/disk_tier_internal.h"
+#include "daemon/heal.h"
 #include "daemon/room_internal.h"
 
 #define TRIES 3 /* of the walk, where things change while bytes are read */
@@ -314,6 +315,9 @@ static enum kvk_status batch_begin_drops(struct restoring *job, enum kvk_tier *t
         struct kvk_group *group = kvk_group_of(cache, kvk_index_block(cache->index, id));
         if (!is_missing(cache, id)) {
             job->next++;
+            continue;
+        }
+        if (kvk_block_heal_drops(cache, id)) { /* somebody holds what is damaged in memory */
             continue;
         }
         if (kvk_disk_bit(&cache->disk_tier->restoring, id) && cache->threads) {

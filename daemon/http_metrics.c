@@ -82,6 +82,7 @@ static const struct {
     {"kvkeep_swapped_", "Of sequences swapped out and in."},
     {"kvkeep_wrong_reuse", "Blocks computed again that differ from their cached twin."},
     {"kvkeep_checksum_failures", "Copies whose bytes were not those that were sealed."},
+    {"kvkeep_healed_blocks", "Blocks damaged in memory while held, made whole from disk."},
 };
 
 static const char *help_of(const char *name, size_t size)

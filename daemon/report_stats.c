@@ -59,6 +59,7 @@ static const struct named counters[] = {
     COUNTER(swapped_in_bytes, "swapped_in_bytes"),
     COUNTER(copy_failures, "copy_failures"),
     COUNTER(checksum_failures, "checksum_failures"),
+    COUNTER(healed_blocks, "healed_blocks"),
     COUNTER(refusals, "refusals"),
     COUNTER(leases_expired, "leases_expired"),
     COUNTER(instances_ended, "instances_ended"),

@@ -15,6 +15,7 @@
 #include "base/log.h"
 #include "daemon/cache_internal.h"
 #include "daemon/disk_tier_internal.h"
+#include "daemon/heal.h"
 
 #define SCAN_IDS 4096U                 /* looked at while the lock is held */
 #define STEP_BYTES (UINT64_C(1) << 20) /* hashed before others may run */
@@ -218,8 +219,7 @@ static void copy_give_up(struct kvk_cache *cache, const struct scrub_copy *copy,
     kvk_block_discredit(cache, copy->block, copy->tier);
 }
 
-static void copy_return(struct kvk_cache *cache, const struct scrub_copy *copy,
-                        enum verdict verdict)
+static void copy_judge(struct kvk_cache *cache, const struct scrub_copy *copy, enum verdict verdict)
 {
     struct kvk_scrub_counts *counts = &cache->scrub->counts;
     if (verdict == VERDICT_GOOD && !sums_match(cache, copy)) {
@@ -232,6 +232,10 @@ static void copy_return(struct kvk_cache *cache, const struct scrub_copy *copy,
     if (verdict == VERDICT_DAMAGED || verdict == VERDICT_UNREADABLE) {
         copy_give_up(cache, copy, verdict);
     }
+}
+
+static void copy_return(struct kvk_cache *cache, const struct scrub_copy *copy)
+{
     KVK_ASSERT(cache->lent_blocks >= (copy->lent ? 1U : 0U));
     cache->lent_blocks -= copy->lent ? 1 : 0;
     kvk_block_return(cache, copy->block, copy->tier);
@@ -292,7 +296,9 @@ static bool step_drops(struct kvk_cache *cache, uint64_t *bytes)
         verdict = memory_hash(scrub, &copy) ? VERDICT_GOOD : VERDICT_NONE;
     }
     kvk_lock(&cache->lock);
-    copy_return(cache, &copy, verdict);
+    copy_judge(cache, &copy, verdict);
+    (void)kvk_block_heal_drops(cache, copy.block);
+    copy_return(cache, &copy);
     scrub->stepping = false;
     *bytes = copy.bytes;
     return true;

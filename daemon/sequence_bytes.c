@@ -7,6 +7,7 @@
 #include "base/assert.h"
 #include "base/copy.h"
 #include "base/log.h"
+#include "daemon/heal.h"
 #include "daemon/sequence_internal.h"
 
 /* ---- Which bytes are whose ---- */
@@ -353,6 +354,9 @@ static enum kvk_status read_begin_drops(struct kvk_cache *cache, const struct re
         kvk_log(KVK_LOG_ERROR, "checksum_mismatch", "block=%u tier=%d shard=%u", id, (int)tier,
                 shard);
         kvk_block_discredit(cache, id, tier);
+        if (kvk_block_heal_drops(cache, id)) {
+            return KVK_OK; /* where it was: what is read is what was sealed */
+        }
         kvk_block_return(cache, id, tier);
     }
     return status;

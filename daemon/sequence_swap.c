@@ -8,6 +8,7 @@
 #include <stdlib.h>
 
 #include "base/assert.h"
+#include "daemon/heal.h"
 #include "daemon/sequence_internal.h"
 
 /* ---- Bringing blocks to a tier ---- */
@@ -149,12 +150,11 @@ static enum kvk_status check_quota(struct kvk_cache *cache, const struct kvk_seq
     return kvk_room_refuse(cache, tier, bytes, space, sequence->id, caller, error);
 }
 
-enum kvk_status kvk_sequence_bring_drops(struct kvk_cache *cache, struct kvk_sequence *sequence,
-                                         enum kvk_tier tier, const struct kvk_relocation *list,
-                                         uint32_t count, uint32_t *moved,
-                                         const struct kvk_caller *caller, struct kvk_error *error)
+static enum kvk_status bring_once_drops(struct kvk_cache *cache, struct kvk_sequence *sequence,
+                                        enum kvk_tier tier, const struct kvk_relocation *list,
+                                        uint32_t count, uint32_t *moved,
+                                        const struct kvk_caller *caller, struct kvk_error *error)
 {
-    KVK_ASSERT(sequence->busy);
     struct kvk_move *moves = calloc(count, sizeof(*moves));
     if (moves == NULL) {
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "", "no memory to move blocks");
@@ -189,6 +189,32 @@ enum kvk_status kvk_sequence_bring_drops(struct kvk_cache *cache, struct kvk_seq
     free(moves);
     if (status == KVK_OK && moved != NULL) {
         *moved = taken;
+    }
+    return status;
+}
+
+/* What was damaged of these, and is whole again from disk. */
+static bool heal_drops(struct kvk_cache *cache, const struct kvk_sequence *sequence,
+                       const struct kvk_relocation *list, uint32_t count)
+{
+    bool any = false;
+    for (uint32_t i = 0; i < count && !kvk_sequence_is_lost(sequence); i++) {
+        any = kvk_block_heal_drops(cache, sequence->groups[list[i].group].blocks[list[i].index]) ||
+              any;
+    }
+    return any && !kvk_sequence_is_lost(sequence);
+}
+
+enum kvk_status kvk_sequence_bring_drops(struct kvk_cache *cache, struct kvk_sequence *sequence,
+                                         enum kvk_tier tier, const struct kvk_relocation *list,
+                                         uint32_t count, uint32_t *moved,
+                                         const struct kvk_caller *caller, struct kvk_error *error)
+{
+    KVK_ASSERT(sequence->busy);
+    enum kvk_status status =
+        bring_once_drops(cache, sequence, tier, list, count, moved, caller, error);
+    if (status == KVK_DATA_LOSS && heal_drops(cache, sequence, list, count)) {
+        status = bring_once_drops(cache, sequence, tier, list, count, moved, caller, error);
     }
     return status;
 }
@@ -233,7 +259,8 @@ static enum kvk_status swap_list(const struct kvk_cache *cache, const struct kvk
     for (uint32_t i = 0; i < block_count; i++) {
         for (uint32_t g = 0; g < space->group_count; g++) {
             uint32_t id = sequence->groups[g].blocks[i];
-            if (id == KVK_BLOCK_NONE || !wanted(kvk_index_block(cache->index, id))) {
+            if (id == KVK_BLOCK_NONE || !wanted(kvk_index_block(cache->index, id)) ||
+                kvk_block_is_public(cache, id)) { /* those lie where they are for everybody */
                 continue;
             }
             if (swap->count == 0) {
