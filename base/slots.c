@@ -142,7 +142,17 @@ static void choose_sizes(struct kvk_arena *arena)
     arena->slab_summaries = words_for(arena->slab_words);
 }
 
-enum kvk_status kvk_arena_init(struct kvk_arena *arena, struct kvk_pool *pool, uint64_t slot_bytes)
+/* Every slot a slab of its own: none is ever short, so that there are places for all. */
+static void narrow_sizes(struct kvk_arena *arena, uint32_t slot_count)
+{
+    arena->slab_slots = 1;
+    arena->slab_words = 1;
+    arena->slab_summaries = 1;
+    arena->slab_capacity = slot_count;
+}
+
+static enum kvk_status arena_init(struct kvk_arena *arena, struct kvk_pool *pool,
+                                  uint64_t slot_bytes, uint32_t slot_count)
 {
     KVK_ASSERT(slot_bytes > 0);
     *arena = (struct kvk_arena){
@@ -151,6 +161,9 @@ enum kvk_status kvk_arena_init(struct kvk_arena *arena, struct kvk_pool *pool, u
         .place_returned = KVK_SLAB_NONE,
     };
     choose_sizes(arena);
+    if (slot_count > 0) {
+        narrow_sizes(arena, slot_count);
+    }
     for (uint32_t level = 0; level < KVK_ARENA_LEVEL_COUNT; level++) {
         arena->levels[level] = KVK_SLAB_NONE;
     }
@@ -165,6 +178,18 @@ enum kvk_status kvk_arena_init(struct kvk_arena *arena, struct kvk_pool *pool, u
         return KVK_EXHAUSTED;
     }
     return KVK_OK;
+}
+
+enum kvk_status kvk_arena_init(struct kvk_arena *arena, struct kvk_pool *pool, uint64_t slot_bytes)
+{
+    return arena_init(arena, pool, slot_bytes, 0);
+}
+
+enum kvk_status kvk_arena_init_for(struct kvk_arena *arena, struct kvk_pool *pool,
+                                   uint64_t slot_bytes, uint32_t slot_count)
+{
+    KVK_ASSERT(slot_count > 0);
+    return arena_init(arena, pool, slot_bytes, slot_count);
 }
 
 void kvk_arena_finish(struct kvk_arena *arena)

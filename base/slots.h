@@ -75,6 +75,10 @@ uint64_t kvk_pool_free_bytes(const struct kvk_pool *pool); /* not in any slab */
  */
 KVK_CHECKED enum kvk_status kvk_arena_init(struct kvk_arena *arena, struct kvk_pool *pool,
                                            uint64_t slot_bytes);
+/* The same for just `slot_count` slots, each a slab of its own: for memory that is made for so many
+ * and goes as a whole. */
+KVK_CHECKED enum kvk_status kvk_arena_init_for(struct kvk_arena *arena, struct kvk_pool *pool,
+                                               uint64_t slot_bytes, uint32_t slot_count);
 void kvk_arena_finish(struct kvk_arena *arena); /* returns its slabs to the pool */
 
 /* Slots that the arena's file must have room for. */

@@ -58,13 +58,13 @@ uint64_t *kvk_block_checksums(const struct kvk_cache *cache, const struct kvk_bl
 
 /* ---- Tables in answers ---- */
 
-#define TABLE_ENTRY_SIZE (2 * sizeof(uint32_t) + sizeof(uint8_t))
+#define TABLE_ENTRY_SIZE (sizeof(uint64_t) + 2 * sizeof(uint32_t) + sizeof(uint8_t))
 
 /* Bytes of one part: its tiers come last and are rounded up, so that the next part is aligned. */
 static size_t part_size(uint64_t count)
 {
     size_t size = (size_t)count * TABLE_ENTRY_SIZE;
-    return (size + sizeof(uint32_t) - 1) / sizeof(uint32_t) * sizeof(uint32_t);
+    return (size + sizeof(uint64_t) - 1) / sizeof(uint64_t) * sizeof(uint64_t);
 }
 
 enum kvk_status kvk_tables_reserve_unlocked(struct kvk_tables *tables, uint64_t entries,
@@ -75,7 +75,7 @@ enum kvk_status kvk_tables_reserve_unlocked(struct kvk_tables *tables, uint64_t 
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for a block table");
     }
     /* Every part may be rounded up. */
-    size_t size = part_size(entries) + KVK_GROUP_COUNT_MAX * sizeof(uint32_t);
+    size_t size = part_size(entries) + KVK_GROUP_COUNT_MAX * sizeof(uint64_t);
     if (size <= tables->memory_size) {
         return KVK_OK;
     }
@@ -97,12 +97,14 @@ struct kvk_table_part *kvk_tables_part(struct kvk_tables *tables, uint32_t group
         offset += part_size(tables->parts[i].count);
     }
     KVK_ASSERT(offset + part_size(count) <= tables->memory_size);
-    uint32_t *words = (uint32_t *)(void *)(tables->memory + offset);
+    uint64_t *spaces = (uint64_t *)(void *)(tables->memory + offset);
+    uint32_t *words = (uint32_t *)(void *)(spaces + count);
     struct kvk_table_part *part = &tables->parts[tables->part_count++];
     *part = (struct kvk_table_part){
         .group = group,
         .first_block = first_block,
         .count = count,
+        .spaces = spaces,
         .slots = words,
         .generations = words + count,
         .tiers = (uint8_t *)(words + 2 * (size_t)count),
@@ -132,9 +134,15 @@ void kvk_table_fill(const struct kvk_cache *cache, const uint32_t *blocks, uint3
     for (uint32_t i = 0; i < count; i++) {
         int tier = -1;
         const struct kvk_block *block = NULL;
+        part->spaces[i] = 0;
         if (blocks[i] != KVK_BLOCK_NONE) {
             block = kvk_index_block(cache->index, blocks[i]);
             tier = tier_to_show(block);
+            const struct kvk_space *space = kvk_group_of(cache, block)->space;
+            if (space->is_public) {
+                part->spaces[i] = space->id;
+                part->any_public = true;
+            }
         }
         part->slots[i] = tier < 0 ? KVK_TABLE_SLOT_NONE : block->slot[tier];
         part->tiers[i] = (uint8_t)(tier + 1);

@@ -592,6 +592,27 @@ uint32_t kvk_block_create(struct kvk_cache *cache, struct kvk_group *group, enum
     return id;
 }
 
+enum kvk_status kvk_block_know(struct kvk_cache *cache, struct kvk_group *group,
+                               struct kvk_cursor *cursor, const struct kvk_content *content)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    uint32_t id = kvk_index_block_alloc(cache->index, group->number);
+    if (id == KVK_BLOCK_NONE) {
+        return KVK_EXHAUSTED;
+    }
+    struct kvk_block *block = kvk_index_block(cache->index, id);
+    uint32_t winner;
+    kvk_block_step(block, KVK_BLOCK_KNOW);
+    enum kvk_status status = kvk_index_insert(cache->index, cursor, content, id, &winner);
+    if (status != KVK_OK) {
+        kvk_block_step(block, KVK_BLOCK_PRUNE);
+        kvk_index_block_free(cache->index, id);
+        return status == KVK_EXISTS ? KVK_OK : status;
+    }
+    count_update(cache, group, id, block);
+    return KVK_OK;
+}
+
 void kvk_block_attach(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier, uint32_t slot)
 {
     struct kvk_block *block = kvk_index_block(cache->index, id);

@@ -317,6 +317,7 @@ void kvk_cache_destroy(struct kvk_cache *cache)
     if (cache->mover != NULL) { /* made last: all else is there too */
         kvk_usage_save(cache);
         kvk_sessions_end_all_unlocked(cache);
+        kvk_public_withdraw_all_unlocked(cache);
         blocks_forget(cache);
         kvk_space_destroy_all(cache);
         kvk_mover_destroy(cache->mover);
@@ -450,7 +451,7 @@ static void strays_drops(struct kvk_cache *cache)
     for (uint32_t i = 0; i < cache->group_end && looked < STRAY_GROUPS; i++) {
         cache->stray_next = cache->stray_next + 1 < cache->group_end ? cache->stray_next + 1 : 0;
         struct kvk_group *group = cache->groups[cache->stray_next];
-        if (group == NULL) {
+        if (group == NULL || group->space->is_public) { /* nobody else can write there */
             continue;
         }
         looked++;
@@ -499,6 +500,7 @@ void kvk_cache_maintain(struct kvk_cache *cache)
     if (!cache->threads) {
         (void)kvk_disk_round_drops(cache);
     }
+    kvk_public_maintain_drops(cache);
     kvk_persist_maintain_drops(cache);
     gap_note(cache);
     kvk_usage_maintain_drops(cache);

@@ -80,6 +80,8 @@ struct kvk_table_part {
     uint32_t *slots;       /* [count] slot in its tier; KVK_TABLE_SLOT_NONE: no bytes */
     uint8_t *tiers;        /* [count] 0: none, 1: device, 2: host (as enum Tier of the API) */
     uint32_t *generations; /* [count] of the slot */
+    uint64_t *spaces;      /* [count] whose slot: 0: of the space asked for; else a public one */
+    bool any_public;
 };
 
 /* A reusable buffer for tables: zeroed by the caller, grown by the engine (before it takes the
@@ -104,6 +106,7 @@ struct kvk_prompt {
     uint32_t span_count;
     const struct kvk_priority_hint *hints; /* hint.h; of Touch and OpenSequence alone */
     uint32_t hint_count;
+    bool use_public; /* public blocks are found too: the caller reads where tables say they are */
 };
 
 /* ---- Test hooks: KVK_UNSUPPORTED without config.test_hooks ---- */

@@ -77,7 +77,8 @@ static void walk_sequence(struct check *check, const struct kvk_sequence *sequen
             }
             struct found *found = found_of(check, table->blocks[i]);
             const struct kvk_block *block = kvk_index_block(check->cache->index, table->blocks[i]);
-            KVK_ASSERT(block->arena == sequence->space->groups[g]->number);
+            KVK_ASSERT(block->arena == sequence->space->groups[g]->number ||
+                       kvk_block_is_public(check->cache, table->blocks[i]));
             found->holds++;
             add_pin(found, table->pins[i]);
         }
@@ -126,9 +127,33 @@ static void walk_session(struct check *check, const struct kvk_session *session)
     }
 }
 
+static void walk_publications(struct check *check)
+{
+    uint32_t count = 0;
+    for (const struct kvk_publication *p = check->cache->publications; p != NULL; p = p->next) {
+        KVK_ASSERT(p->space->is_public && p->space->reference_count > 0);
+        for (uint32_t g = 0; g < p->space->group_count; g++) {
+            for (uint32_t i = 0; i < p->block_count; i++) {
+                uint32_t id = p->blocks[g][i];
+                if (id == KVK_BLOCK_NONE) {
+                    continue;
+                }
+                const struct kvk_block *block = kvk_index_block(check->cache->index, id);
+                KVK_ASSERT(block->arena == p->space->groups[g]->number);
+                KVK_ASSERT(kvk_block_is_whole(block) && !is_indexed(block));
+                found_of(check, id)->holds++;
+                add_pin(found_of(check, id), KVK_TIER_HOST + 1);
+            }
+        }
+        count++;
+    }
+    KVK_ASSERT(count <= check->cache->publication_count); /* some are being made */
+}
+
 static void walk_holders(struct check *check)
 {
     struct kvk_cache *cache = check->cache;
+    walk_publications(check);
     uint32_t sequences = 0;
     uint32_t leases = 0;
     uint32_t instances = 0;
@@ -566,6 +591,9 @@ static uint32_t references_of(const struct kvk_cache *cache, const struct kvk_sp
         for (const struct kvk_lease *lease = instance->leases; lease != NULL; lease = lease->next) {
             references += lease->space == space;
         }
+    }
+    for (const struct kvk_publication *p = cache->publications; p != NULL; p = p->next) {
+        references += p->space == space;
     }
     return references;
 }

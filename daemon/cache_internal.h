@@ -149,6 +149,12 @@ void kvk_block_put_back(struct kvk_cache *cache, uint32_t block, enum kvk_tier t
  * KVK_BLOCK_NONE: config.blocks are known already. */
 uint32_t kvk_block_create(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
                           uint32_t slot);
+/* The next block of the content has a place in the chain, though its bytes are elsewhere: public.
+ * The cursor stands behind it, whether it was there already or is new and hollow; it goes with the
+ * next settling unless the caller anchors it. KVK_EXHAUSTED: no ids or memory; nothing changed. */
+KVK_CHECKED enum kvk_status kvk_block_know(struct kvk_cache *cache, struct kvk_group *group,
+                                           struct kvk_cursor *cursor,
+                                           const struct kvk_content *content);
 /* A copy has landed: the loose slot is the block's, its checksums are the caller's to store. */
 void kvk_block_attach(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier, uint32_t slot);
 /* An unsealed block's bytes were copied: the loose slot in `target` becomes its slot, its pins go
@@ -259,6 +265,44 @@ void kvk_refusal_note(struct kvk_cache *cache, const struct kvk_caller *caller,
                       const struct kvk_error *error);
 /* The refusal that was noted last has hint and advice by now. */
 void kvk_refusal_amend(struct kvk_cache *cache, const struct kvk_error *error);
+
+/* ================= public.c ================= */
+
+struct kvk_prefix;
+
+/* Is it in the slots of a public prefix? Nobody's chain has it then: it is held, or gone. */
+static inline bool kvk_block_is_public(const struct kvk_cache *cache, uint32_t id)
+{
+    return kvk_group_of(cache, kvk_index_block(cache->index, id))->space->is_public;
+}
+
+/* What is public of the prompt's first `limit` blocks, into cache.path and path_tiers wherever the
+ * space's own chain has no bytes in memory. Fills prefix->known and publication; returns how many
+ * blocks from the start are filled in all groups now. */
+uint64_t kvk_public_merge(struct kvk_cache *cache, const struct kvk_space *space,
+                          const struct kvk_prompt *prompt, uint64_t limit,
+                          struct kvk_prefix *prefix);
+/* Fills prefix->public_blocks. */
+void kvk_public_count(const struct kvk_cache *cache, struct kvk_prefix *prefix);
+/* A look-up, a lease or a sequence has found so much of it. */
+void kvk_public_hit(struct kvk_cache *cache, uint64_t public_id, uint64_t tokens);
+/* The space was invalidated: what was public before is not for it any more, and what was published
+ * from it is withdrawn. With `prefix`: only publications that begin with it. */
+void kvk_public_invalidated(struct kvk_cache *cache, struct kvk_space *space,
+                            const struct kvk_prompt *prefix);
+/* All that the tenant has published is withdrawn. */
+void kvk_public_forget(struct kvk_cache *cache, const struct kvk_tenant *tenant);
+/* Public spaces of the tenant that others hold or map still. */
+uint32_t kvk_public_spaces_held(const struct kvk_cache *cache, const struct kvk_tenant *tenant);
+/* The public space, if the session may map it: its tenant has a space of the same identity and
+ * geometry, and it is published, or the session's instance holds blocks there. */
+KVK_CHECKED enum kvk_status kvk_public_map_find(struct kvk_cache *cache,
+                                                const struct kvk_session *session,
+                                                uint64_t space_id, struct kvk_space **space,
+                                                struct kvk_error *error);
+/* Spaces of withdrawn prefixes go once nobody holds or maps anything there. Drops the lock. */
+void kvk_public_maintain_drops(struct kvk_cache *cache);
+void kvk_public_withdraw_all_unlocked(struct kvk_cache *cache);
 
 /* ================= quota.c ================= */
 
@@ -418,6 +462,10 @@ void kvk_cache_check_locked(struct kvk_cache *cache);
 struct kvk_prefix {
     uint64_t blocks;
     uint64_t known[KVK_GROUP_COUNT_MAX]; /* path entries that are filled */
+    uint64_t own[KVK_GROUP_COUNT_MAX];   /* blocks from the start that the space's own chain knows */
+    const struct kvk_publication *publication; /* whose blocks are among them; NULL: nobody's. Valid
+                                                  while the lock is held */
+    uint64_t public_blocks; /* of `blocks`, in group 0 */
     uint64_t hashed_bytes;
 };
 void kvk_prefix_find(struct kvk_cache *cache, struct kvk_space *space,

@@ -107,8 +107,12 @@ struct kvk_space {
     uint32_t reference_count; /* sequences, leases, mappings: a space in use is not reclaimed */
     bool constant_hash;       /* test hook, at its opening */
     uint8_t mode;             /* enum kvk_tenant_mode; the tenant's goes beside it: space_mode.c */
-    bool recorded;            /* in the catalogue: see persist.h */
-    uint64_t idle_ms; /* after so long unused its blocks go; 0: as the tenant's quota says */
+    bool is_public;           /* not opened by anybody: the slots of one public prefix. public.h */
+    uint32_t public_slots[KVK_GROUP_COUNT_MAX]; /* of a public one: exactly so many */
+    uint64_t public_since; /* prefixes published up to here are not for it: cache.public_clock when
+                              it was invalidated last */
+    bool recorded;         /* in the catalogue: see persist.h */
+    uint64_t idle_ms;      /* after so long unused its blocks go; 0: as the tenant's quota says */
     /* counters */
     uint64_t queries, query_tokens, hit_tokens;
     uint64_t cost_ns, saved_ns; /* what its look-ups and moves took; what hits saved (estimate) */
@@ -175,10 +179,30 @@ struct kvk_sequence {
     uint64_t growth_bytes;  /* as counted in cache.tiers[home].growth_bytes */
     struct kvk_sequence_group groups[KVK_GROUP_COUNT_MAX];
     struct kvk_disk_estimate disk; /* what of its prefix was on disk alone when it was opened */
+    uint64_t public_tokens;        /* of cached, those in public blocks (group 0) */
     struct kvk_last_change last;
     struct kvk_request_id request_id;
     uint64_t opened_ns;
     struct kvk_sequence *next, *previous; /* of the instance */
+};
+
+/* ---- Public prefixes: public.h ---- */
+
+struct kvk_publication {
+    uint64_t id;
+    struct kvk_space *space; /* public: its slots have the blocks; referenced. Its tenant is the
+                                publisher, who pays for them */
+    uint64_t source_id;      /* the publisher's space from which they were copied */
+    uint64_t clock;          /* cache.public_clock when it was published */
+    uint64_t published_s;    /* since 1970 */
+    uint32_t *tokens;        /* [block_count x block_tokens], ours */
+    uint32_t block_count;
+    struct kvk_content_span *spans; /* [span_count], ours */
+    uint32_t span_count;
+    uint32_t *blocks[KVK_GROUP_COUNT_MAX]; /* [block_count], KVK_BLOCK_NONE where a window has left
+                                              none; held, and pinned in the host tier. Ours */
+    uint64_t hits, hit_tokens;
+    struct kvk_publication *next;
 };
 
 /* ---- Leases and transfers ---- */
@@ -401,6 +425,8 @@ struct kvk_cache_stats {
     uint64_t slabs_moved;
     uint64_t shifted_blocks; /* to another slot of their tier, so that a slab could go */
     uint64_t invalidated_blocks;
+    uint64_t published, withdrawn;           /* prefixes */
+    uint64_t public_hits, public_hit_tokens; /* look-ups and openings that found public blocks */
     uint64_t disk_written_blocks, disk_written_bytes;
     uint64_t disk_late_blocks;    /* left memory before their turn to be written */
     uint64_t disk_skipped_blocks; /* not queued: too many were */
@@ -472,6 +498,10 @@ struct kvk_cache {
     struct kvk_group **groups; /* [group_capacity], NULL: free number */
     uint32_t group_capacity;
     uint32_t group_end; /* numbers from here on were never given out */
+
+    struct kvk_publication *publications; /* the newest first */
+    uint32_t publication_count;           /* those that are being made included */
+    uint64_t public_clock;                /* one more with every publication */
 
     struct kvk_table sequence_table; /* id -> struct kvk_sequence */
     struct kvk_table lease_table;

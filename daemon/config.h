@@ -148,6 +148,7 @@ struct kvk_config {
     uint32_t salt_bytes;
     uint32_t spans;
     uint32_t forks;
+    uint32_t public_prefixes;
     uint64_t scratch_bytes; /* of one mapping for operands */
     uint64_t attend_queries;
     uint32_t mrc_tenants;     /* that are followed for their miss-ratio curves */

@@ -550,6 +550,13 @@ static const struct kvk_option_field limits_fields[] = {
      .minimum = 1,
      .maximum = 1 << 16,
      .help = "New sequences of one Fork."},
+    {.name = "public_prefixes",
+     .kind = KVK_OPTION_COUNT,
+     AT(public_prefixes),
+     .fallback = "64",
+     .maximum = 1024,
+     .help = "Prefixes that may be public at a time, of all tenants together. Each look-up that "
+             "asks for public ones is compared with all. 0: none."},
     {.name = "scratch_bytes",
      .kind = KVK_OPTION_SIZE,
      AT(scratch_bytes),

@@ -245,6 +245,8 @@ static bool keep_all(struct kvk_cache *cache, const struct kvk_space *space,
     }
     for (uint64_t i = 0; i < prefix->blocks; i++) { /* in the order in which it is brought back */
         for (uint32_t g = 0; g < space->group_count; g++) {
+            KVK_ASSERT(cache->path[g][i] != KVK_BLOCK_NONE ||
+                       !kvk_group_sees(space->groups[g], prefix->blocks, i));
             if (kvk_group_sees(space->groups[g], prefix->blocks, i)) {
                 kvk_block_keep(cache, cache->path[g][i]);
                 kept->blocks[kept->count++] = cache->path[g][i];

@@ -183,7 +183,8 @@ static void slabs_punch_drops(struct kvk_cache *cache, struct kvk_tenant_state *
 }
 
 /* Memory comes and goes by whole pages. Where slots are none, what lies in free ones is wiped:
- * their pages may stay for as long as a process keeps the file. Nobody takes slots of a tenant
+ * their pages may stay for as long as a process keeps the file. So may those of public slots, which
+ * cannot be punched. Nobody takes slots of a tenant
  * without sessions, so this needs the lock only to see which are free. */
 static void odd_slots_wipe_drops(struct kvk_cache *cache, struct kvk_group *group,
                                  enum kvk_tier tier)
@@ -191,7 +192,7 @@ static void odd_slots_wipe_drops(struct kvk_cache *cache, struct kvk_group *grou
     struct kvk_group_tier *at = &group->tiers[tier];
     for (uint32_t shard = 0; at->present && shard < group->shard_count; shard++) {
         uint64_t bytes = group->shard_bytes[shard];
-        if (bytes % PAGE_BYTES == 0 || at->regions[shard].fd < 0) {
+        if ((bytes % PAGE_BYTES == 0 && !group->space->is_public) || at->regions[shard].fd < 0) {
             continue;
         }
         uint32_t end = at->arena.place_fresh * at->arena.slab_slots;
@@ -268,6 +269,12 @@ static enum kvk_status fail_waiting(const struct kvk_forget_counts *counts, uint
                              "bytes wait for their end",
                              (unsigned long long)counts->writers, counts->writer_pid,
                              (unsigned long long)counts->left_bytes);
+    } else if (counts->public_spaces > 0) {
+        (void)kvk_fail_limit(
+            error, KVK_UNAVAILABLE, KVK_CAUSE_BUSY, "name", counts->public_spaces, 0,
+            "%u public prefixes of the tenant, withdrawn, are still held or mapped "
+            "by others: %llu bytes",
+            counts->public_spaces, (unsigned long long)counts->left_bytes);
     } else {
         (void)kvk_fail_limit(error, KVK_UNAVAILABLE, KVK_CAUSE_BUSY, "name", busy, 0,
                              "%llu bytes of the tenant are still being worked on",
@@ -291,12 +298,14 @@ static enum kvk_status forget_drops(struct kvk_cache *cache, const struct kvk_ca
     if (status != KVK_OK) {
         return status;
     }
+    kvk_public_forget(cache, tenant);
     spaces_retire(cache, state);
     uint32_t busy = 0;
     for (uint32_t i = 0; i < WAITS; i++) {
         let_go_drops(cache, tenant, state, counts);
         busy = count_waiting(cache, tenant, counts);
         counts->left_bytes = bytes_left(cache, tenant);
+        counts->public_spaces = kvk_public_spaces_held(cache, tenant);
         if (state->spaces == NULL && busy == 0 && counts->writers == 0) {
             kvk_usage_end(cache, state);
             return KVK_OK;

@@ -20,16 +20,18 @@ struct kvk_forget_counts {
     uint64_t spaces;                 /* that are gone */
     uint64_t blocks[KVK_TIER_COUNT]; /* whole copies that were there when it began */
     uint64_t bytes[KVK_TIER_COUNT];
-    uint64_t writers;    /* live processes that may still write to blocks of it */
-    uint64_t left_bytes; /* bytes in use that wait for them; 0: all is forgotten */
-    int32_t writer_pid;  /* of one of them */
+    uint64_t writers;       /* live processes that may still write to blocks of it */
+    uint64_t left_bytes;    /* bytes in use that wait for them; 0: all is forgotten */
+    uint32_t public_spaces; /* of public prefixes, withdrawn, that others hold or map still */
+    int32_t writer_pid;     /* of one of them */
 };
 
 /*
  * From the first call on the tenant has no more sessions: it must have no credential any more, or
  * be off. KVK_OK: nothing of it is left, in memory or on disk; its place in the tables may be given
  * to another tenant. KVK_UNAVAILABLE (with a time to try again): live processes still map its
- * memory, or calls of it are still running; what could go has gone. KVK_WOULD_BLOCK: the caller may
+ * memory, others hold what it had published, or calls of it are still running; what could go has
+ * gone. KVK_WOULD_BLOCK: the caller may
  * not block.
  */
 KVK_CHECKED enum kvk_status kvk_tenant_forget(struct kvk_cache *cache,

@@ -113,7 +113,7 @@ static uint32_t spaces_collect(struct kvk_cache *cache, const struct kvk_tenant 
     for (struct kvk_space *space = cache->spaces; space != NULL; space = space->next) {
         bool named = request->space_id != 0 ? space->id == request->space_id
                                             : is_named(space, tenant, request);
-        if (named) {
+        if (named && !space->is_public) { /* those go with what they were copied from */
             KVK_ASSERT(count < cache->config->spaces);
             space->reference_count++;
             spaces[count++] = space;
@@ -157,6 +157,7 @@ static enum kvk_status spaces_retire_drops(struct kvk_cache *cache, struct kvk_s
     enum kvk_status status = kvk_persist_raise_drops(cache, spaces, count, error);
     for (uint32_t i = 0; i < count && status == KVK_OK; i++) {
         space_retire(cache, spaces[i], reply);
+        kvk_public_invalidated(cache, spaces[i], NULL);
     }
     kvk_persist_end(cache);
     return status;
@@ -353,6 +354,7 @@ static enum kvk_status invalidate_part_drops(struct kvk_cache *cache, struct kvk
         .space = space,
         .prompt = request->prefix != NULL ? request->prefix : &salt_alone,
     };
+    kvk_public_invalidated(cache, space, walk.prompt);
     uint64_t blocks = walk.prompt->token_count / space->block_tokens;
     walk.blocks = blocks > UINT32_MAX ? UINT32_MAX : (uint32_t)blocks;
     uint32_t roots[KVK_GROUP_COUNT_MAX];

@@ -387,6 +387,9 @@ static enum kvk_status pin_take(struct pinning *pinning, struct kvk_lease *lease
     cache->stats.pins++;
     kvk_prefix_count(cache, space, request->prompt.token_count, tokens, false);
     kvk_prefix_use(cache, space, &prefix);
+    if (prefix.publication != NULL) {
+        kvk_public_hit(cache, prefix.publication->id, prefix.public_blocks * space->block_tokens);
+    }
     pin_answer(cache, lease, reply, tables);
     return KVK_OK;
 }

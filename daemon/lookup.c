@@ -131,6 +131,7 @@ void kvk_prefix_find(struct kvk_cache *cache, struct kvk_space *space,
     if (limit > cache->path_capacity) {
         limit = cache->path_capacity;
     }
+    uint64_t asked = limit;
     for (uint32_t g = 0; g < space->group_count && limit > 0; g++) {
         if (roots[g] == KVK_ROOT_NONE) {
             limit = 0;
@@ -150,11 +151,16 @@ void kvk_prefix_find(struct kvk_cache *cache, struct kvk_space *space,
         };
         kvk_index_match(cache->index, &content, &match);
         prefix->known[g] = match.path_count;
+        prefix->own[g] = match.path_count;
         prefix->hashed_bytes += match.hashed_bytes;
         /* No boundary lies past what one group knows: the others need not go further. */
         limit = match.path_count;
     }
+    if (prompt->use_public && asked > 0 && cache->publications != NULL) {
+        limit = kvk_public_merge(cache, space, prompt, asked, prefix);
+    }
     prefix->blocks = boundary_find(cache, space, limit);
+    kvk_public_count(cache, prefix);
     cache->stats.hashed_bytes += prefix->hashed_bytes;
 }
 
@@ -162,6 +168,7 @@ void kvk_prefix_shorten(const struct kvk_cache *cache, const struct kvk_space *s
                         struct kvk_prefix *prefix)
 {
     prefix->blocks = boundary_find(cache, space, prefix->blocks);
+    kvk_public_count(cache, prefix);
 }
 
 /* The prefix of a prompt, for calls that keep nothing: an unknown salt leaves nothing behind. */
@@ -209,13 +216,14 @@ static void use_range(struct kvk_cache *cache, const struct kvk_space *space, ui
     const struct kvk_group *group = space->groups[g];
     uint64_t now = kvk_policy_now(cache);
     for (uint64_t i = end; i > first; i--) {
-        if (cache->path_tiers[g][i - 1] != 0) {
+        if (cache->path_tiers[g][i - 1] != 0 &&
+            !kvk_block_is_public(cache, cache->path[g][i - 1])) {
             kvk_evict_use(cache->evict, kvk_index_block(cache->index, cache->path[g][i - 1]),
                           group->windowed, cache->stamp, now);
         }
     }
     for (uint64_t i = first; i < end && cache->disk_tier != NULL; i++) { /* parents first */
-        if (cache->path_tiers[g][i] != 0) {
+        if (cache->path_tiers[g][i] != 0 && !kvk_block_is_public(cache, cache->path[g][i])) {
             kvk_disk_offer(cache, cache->path[g][i], false);
         }
     }
@@ -289,6 +297,7 @@ static void lookup_answer(struct kvk_cache *cache, struct kvk_space *space,
     reply->load_ns = bytes == 0 ? 0 : kvk_tier_load_ns(cache, bytes);
     reply->recompute_ns = kvk_space_recompute_ns(space, 0, reply->cached_tokens);
     reply->hashed_bytes = prefix->hashed_bytes;
+    reply->public_tokens = prefix->public_blocks * space->block_tokens;
 }
 
 enum kvk_status kvk_lookup(struct kvk_cache *cache, const struct kvk_caller *caller,
@@ -310,6 +319,9 @@ enum kvk_status kvk_lookup(struct kvk_cache *cache, const struct kvk_caller *cal
         }
         kvk_prefix_count(cache, space, request->prompt.token_count, reply->cached_tokens,
                          request->retry);
+        if (!request->retry && prefix.publication != NULL) {
+            kvk_public_hit(cache, prefix.publication->id, reply->public_tokens);
+        }
         kvk_prefix_cost(cache, space, begun_ns);
     }
     kvk_unlock(&cache->lock);
@@ -340,8 +352,10 @@ enum kvk_status kvk_touch(struct kvk_cache *cache, const struct kvk_caller *call
     enum kvk_status status = kvk_space_find(cache, caller, space_id, &space, error);
     if (status == KVK_OK) {
         struct kvk_prefix prefix;
+        struct kvk_prompt own = *prompt;
         uint64_t limit = kvk_space_shares(space) ? prompt->token_count : 0;
-        prefix_look(cache, space, prompt, limit, &prefix);
+        own.use_public = false; /* what is public does not age */
+        prefix_look(cache, space, &own, limit, &prefix);
         uint64_t known = prefix.known[space->group_count - 1]; /* the least of all groups */
         cache->stamp++;
         for (uint32_t g = 0; g < space->group_count; g++) {

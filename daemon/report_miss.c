@@ -348,8 +348,10 @@ static void answer_drops(struct question *question, bool leave_last)
         .spans = prompt->spans,
         .span_count = prompt->span_count,
     };
+    struct kvk_prompt own = *prompt;
+    own.use_public = false; /* the journal knows of the space's own chain alone */
     kvk_space_roots_find(cache, space, prompt->salt, prompt->salt_size, question->roots);
-    kvk_prefix_find(cache, space, question->roots, prompt, limit, &prefix);
+    kvk_prefix_find(cache, space, question->roots, &own, limit, &prefix);
     report->cached_tokens = prefix.blocks * space->block_tokens;
     find_missing(question, &prefix);
     if (report->missing_block < question->wanted) {

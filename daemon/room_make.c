@@ -584,7 +584,7 @@ void kvk_room_tidy_drops(struct kvk_cache *cache)
         passed++;
         cache->tidy_next = cache->tidy_next + 1 < cache->group_end ? cache->tidy_next + 1 : 0;
         struct kvk_group *group = cache->groups[cache->tidy_next];
-        if (group == NULL) {
+        if (group == NULL || group->space->is_public) {
             continue;
         }
         looked++;

@@ -627,6 +627,7 @@ void kvk_sequence_answer(const struct kvk_sequence *sequence, struct kvk_sequenc
         .length = sequence->length,
         .grant_first = sequence->sealed,
         .disk = sequence->disk,
+        .public_tokens = sequence->public_tokens,
     };
 }
 

@@ -33,6 +33,7 @@ struct kvk_sequence_reply {
     uint64_t grant_first;
     uint64_t freed_blocks;
     struct kvk_disk_estimate disk; /* as it was when the sequence was opened */
+    uint64_t public_tokens;        /* of cached_tokens, those in public blocks (group 0) */
 };
 
 struct kvk_open_request {

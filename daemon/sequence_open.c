@@ -26,6 +26,9 @@ struct opening {
     struct kvk_sequence_size size;
     uint64_t repeated_id; /* the answer to this request id lives; 0: none */
     bool lookup;
+    bool own_alone;     /* without what is public: there is no room for its namesakes */
+    uint64_t public_id; /* what was used of it */
+    uint64_t public_tokens;
     bool invalidated; /* the last try ended because of it */
 };
 
@@ -169,7 +172,9 @@ static enum kvk_status open_find_drops(struct opening *opening, struct kvk_prefi
 {
     struct kvk_cache *cache = opening->cache;
     struct kvk_sequence *sequence = opening->sequence;
-    const struct kvk_prompt *prompt = &opening->request->prompt;
+    struct kvk_prompt asked = opening->request->prompt;
+    const struct kvk_prompt *prompt = &asked;
+    asked.use_public = asked.use_public && !opening->own_alone;
     struct kvk_disk_kept kept = {.blocks = NULL};
     uint32_t roots[KVK_GROUP_COUNT_MAX];
     *prefix = (struct kvk_prefix){0};
@@ -189,6 +194,73 @@ static enum kvk_status open_find_drops(struct opening *opening, struct kvk_prefi
         kvk_prefix_cost(cache, opening->space, begun_ns);
     }
     return status;
+}
+
+/* Where the chain of one group goes on behind the prefix. What of it is public alone gets hollow
+ * namesakes in the space's own chain, so that what is sealed from here on hangs below them. */
+static enum kvk_status open_place(struct opening *opening, const struct kvk_prefix *prefix,
+                                  uint32_t g)
+{
+    struct kvk_cache *cache = opening->cache;
+    struct kvk_space *space = opening->space;
+    struct kvk_sequence_group *table = &opening->sequence->groups[g];
+    const struct kvk_prompt *prompt = &opening->request->prompt;
+    const struct kvk_content content = {
+        .tokens = prompt->tokens,
+        .token_count = prefix->blocks * space->block_tokens,
+        .spans = prompt->spans,
+        .span_count = prompt->span_count,
+    };
+    struct kvk_match match = {
+        .cursor = {.root = table->root, .block = KVK_BLOCK_NONE},
+        .path_capacity = prefix->own[g] < prefix->blocks ? prefix->own[g] : prefix->blocks,
+    };
+    if (prefix->publication == NULL) {
+        KVK_ASSERT(match.path_capacity == prefix->blocks);
+        match.cursor.blocks = prefix->blocks;
+        match.cursor.block =
+            prefix->blocks == 0 ? KVK_BLOCK_NONE : cache->path[g][prefix->blocks - 1];
+    } else {
+        kvk_index_match(cache->index, &content, &match);
+        KVK_ASSERT(match.path_count == match.path_capacity);
+    }
+    struct kvk_cursor cursor = match.cursor;
+    kvk_sequence_move_cursor(cache, table, cursor);
+    while (cursor.blocks < prefix->blocks) {
+        enum kvk_status status = kvk_block_know(cache, space->groups[g], &cursor, &content);
+        if (status != KVK_OK) {
+            return status;
+        }
+        kvk_sequence_move_cursor(cache, table, cursor);
+    }
+    return KVK_OK;
+}
+
+/* KVK_EXHAUSTED: there are no ids for the namesakes; nothing has changed. */
+static enum kvk_status open_places(struct opening *opening, const struct kvk_prefix *prefix)
+{
+    enum kvk_status status = KVK_OK;
+    for (uint32_t g = 0; g < opening->space->group_count && status == KVK_OK; g++) {
+        status = open_place(opening, prefix, g);
+    }
+    for (uint32_t g = 0; g < opening->space->group_count && status != KVK_OK; g++) {
+        struct kvk_sequence_group *table = &opening->sequence->groups[g];
+        kvk_sequence_move_cursor(opening->cache, table,
+                                 (struct kvk_cursor){.root = table->root, .block = KVK_BLOCK_NONE});
+    }
+    return status;
+}
+
+/* The prefix, and the places behind it. */
+static enum kvk_status open_find_places_drops(struct opening *opening, struct kvk_prefix *prefix)
+{
+    enum kvk_status status = open_find_drops(opening, prefix);
+    if (status != KVK_OK || open_places(opening, prefix) == KVK_OK) {
+        return status;
+    }
+    opening->own_alone = true;
+    status = open_find_drops(opening, prefix);
+    return status == KVK_OK ? open_places(opening, prefix) : status;
 }
 
 /* Hold, and pin where it lies, what a query behind the prefix sees. */
@@ -214,12 +286,11 @@ static void open_prefix(struct opening *opening, const struct kvk_prefix *prefix
             table->keep_block = (uint32_t)(start / space->block_tokens);
             table->window_block = table->keep_block;
         }
-        if (blocks > 0) {
-            kvk_sequence_move_cursor(cache, table,
-                                     (struct kvk_cursor){.root = table->root,
-                                                         .block = cache->path[g][blocks - 1],
-                                                         .blocks = blocks});
-        }
+    }
+    if (prefix->publication != NULL) {
+        opening->public_id = prefix->publication->id;
+        opening->public_tokens = prefix->public_blocks * space->block_tokens;
+        sequence->public_tokens = opening->public_tokens;
     }
     sequence->cached = (uint64_t)blocks * space->block_tokens;
     sequence->sealed = sequence->cached;
@@ -273,15 +344,16 @@ static enum kvk_status open_reserve_drops(struct opening *opening)
 }
 
 /* The next blocks of the prefix that lie on the host, head first, from block `*next` on. */
-static uint32_t next_on_host(const struct kvk_sequence *sequence, uint32_t *next,
-                             struct kvk_relocation list[PROMOTE_SLICE])
+static uint32_t next_on_host(const struct kvk_cache *cache, const struct kvk_sequence *sequence,
+                             uint32_t *next, struct kvk_relocation list[PROMOTE_SLICE])
 {
     uint32_t prefix_blocks = (uint32_t)(sequence->cached / sequence->space->block_tokens);
     uint32_t group_count = sequence->space->group_count;
     uint32_t count = 0;
     for (; *next < prefix_blocks && count + group_count <= PROMOTE_SLICE; (*next)++) {
         for (uint32_t g = 0; g < group_count; g++) {
-            if (sequence->groups[g].pins[*next] == KVK_TIER_HOST + 1) {
+            if (sequence->groups[g].pins[*next] == KVK_TIER_HOST + 1 &&
+                !kvk_block_is_public(cache, sequence->groups[g].blocks[*next])) {
                 list[count++] = (struct kvk_relocation){.group = g, .index = *next};
             }
         }
@@ -302,7 +374,7 @@ static enum kvk_status open_promote_drops(struct opening *opening)
     uint32_t next = 0;
     quiet.call = NULL;
     for (;;) {
-        uint32_t count = next_on_host(sequence, &next, list);
+        uint32_t count = next_on_host(opening->cache, sequence, &next, list);
         if (count == 0) {
             return KVK_OK;
         }
@@ -365,6 +437,8 @@ static void open_count(struct opening *opening)
     space->saved_ns += saved_ns;
     if (!opening->request->no_lookup) {
         kvk_prefix_count(cache, space, sequence->length, sequence->cached, opening->request->retry);
+        kvk_public_hit(cache, opening->public_id,
+                       opening->request->retry ? 0 : opening->public_tokens);
     }
 }
 
@@ -389,7 +463,7 @@ static enum kvk_status open_run_drops(struct opening *opening)
     struct kvk_prefix prefix;
     enum kvk_status status = open_fill(opening);
     if (status == KVK_OK) {
-        status = open_find_drops(opening, &prefix);
+        status = open_find_places_drops(opening, &prefix);
     }
     if (status == KVK_OK) {
         struct kvk_quota_mark mark;

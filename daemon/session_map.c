@@ -130,7 +130,7 @@ static enum kvk_status find_mapper(struct kvk_cache *cache, const struct kvk_cal
     return KVK_OK;
 }
 
-/* The slots that are asked for: of a space of the session's own tenant. */
+/* The slots that are asked for: of a space of the session's own tenant, or of a public one. */
 static enum kvk_status find_slots(struct kvk_cache *cache, const struct kvk_caller *caller,
                                   const struct kvk_session *session,
                                   const struct kvk_map_request *request, struct kvk_group **group,
@@ -138,11 +138,19 @@ static enum kvk_status find_slots(struct kvk_cache *cache, const struct kvk_call
 {
     struct kvk_space *space = NULL;
 
-    enum kvk_status status = kvk_space_find(cache, caller, request->space_id, &space, error);
+    const struct kvk_space *known = kvk_table_get(&cache->space_table, request->space_id);
+    bool is_public = known != NULL && known->is_public;
+    enum kvk_status status =
+        is_public ? kvk_public_map_find(cache, session, request->space_id, &space, error)
+                  : kvk_space_find(cache, caller, request->space_id, &space, error);
     if (status != KVK_OK) {
         return status;
     }
-    if (space->tenant != session->tenant) {
+    if (is_public && !request->read_only) {
+        return kvk_fail(error, KVK_PERMISSION, KVK_CAUSE_NONE, "read_only",
+                        "read_only: public memory is mapped read-only");
+    }
+    if (!is_public && space->tenant != session->tenant) {
         return kvk_fail(error, KVK_PERMISSION, KVK_CAUSE_NOT_OWNER, "space_id",
                         "the space is not of the session's tenant");
     }

@@ -90,7 +90,7 @@ static struct kvk_space *space_with_identity(const struct kvk_cache *cache,
                                              const uint8_t *identity, size_t identity_size)
 {
     for (struct kvk_space *space = cache->spaces; space != NULL; space = space->next) {
-        if (space->tenant == tenant && space->identity_size == identity_size &&
+        if (!space->is_public && space->tenant == tenant && space->identity_size == identity_size &&
             memcmp(space->identity, identity, identity_size) == 0) {
             return space;
         }
@@ -143,7 +143,8 @@ enum kvk_status kvk_space_find(struct kvk_cache *cache, const struct kvk_caller 
 {
     KVK_ASSERT(kvk_lock_held(&cache->lock));
     struct kvk_space *found = kvk_table_get(&cache->space_table, space_id);
-    if (found == NULL || !kvk_credential_allows(caller->credential, found->tenant)) {
+    if (found == NULL || found->is_public ||
+        !kvk_credential_allows(caller->credential, found->tenant)) {
         return kvk_fail(error, KVK_NOT_FOUND, KVK_CAUSE_NONE, "space_id", "no such space");
     }
     *space = found;
@@ -174,13 +175,14 @@ static void space_destroy_unlocked(struct kvk_cache *cache, struct kvk_space *sp
 }
 
 /* Takes `identity` over, also where it fails. The id and generation come first: memory that
- * outlives the process is kept, and found again, under them. */
+ * outlives the process is kept, and found again, under them. `public_slots` [KVK_GROUP_COUNT_MAX]:
+ * it is public, and these are its slots; NULL: it is not. */
 static enum kvk_status space_create_unlocked(struct kvk_cache *cache,
                                              const struct kvk_tenant *tenant,
                                              const struct kvk_space_request *request,
                                              uint8_t *identity, size_t identity_size, uint64_t id,
-                                             uint64_t generation, struct kvk_space **result,
-                                             struct kvk_error *error)
+                                             uint64_t generation, const uint32_t *public_slots,
+                                             struct kvk_space **result, struct kvk_error *error)
 {
     struct kvk_space *space = calloc(1, sizeof(*space));
     if (space == NULL) {
@@ -199,6 +201,10 @@ static enum kvk_status space_create_unlocked(struct kvk_cache *cache,
     space->lookup_min_tokens = request->lookup_min_tokens;
     space->idle_ms = request->idle_ms;
     kvk_space_set_generation(space, generation);
+    if (public_slots != NULL) {
+        space->is_public = true;
+        memcpy(space->public_slots, public_slots, sizeof(space->public_slots));
+    }
     for (uint32_t i = 0; i < request->group_count; i++) {
         struct kvk_group *group;
         enum kvk_status status =
@@ -239,7 +245,9 @@ bool kvk_space_reclaim_drops(struct kvk_cache *cache, struct kvk_space *space)
     }
     space_unlink(cache, space);
     kvk_unlock(&cache->lock);
-    kvk_persist_forget_unlocked(cache, space->id);
+    if (!space->is_public) {
+        kvk_persist_forget_unlocked(cache, space->id);
+    }
     space_destroy_unlocked(cache, space);
     kvk_lock(&cache->lock);
     return true;
@@ -316,7 +324,7 @@ static void space_link(struct kvk_cache *cache, struct kvk_space *space)
     cache->spaces = space;
     kvk_mrc_begin(cache, space->tenant);
     kvk_quota_space_link(cache, space);
-    cache->persist_wanted = cache->persist_wanted || !space->recorded;
+    cache->persist_wanted = cache->persist_wanted || (!space->recorded && !space->is_public);
     capacity_learn(cache, space);
 }
 
@@ -345,8 +353,8 @@ static enum kvk_status open_new_drops(struct kvk_cache *cache, const struct kvk_
     uint64_t id = space_id_take(cache);
     bool constant_hash = cache->constant_hash;
     kvk_unlock(&cache->lock);
-    status = space_create_unlocked(cache, tenant, request, identity, identity_size, id, 1, &space,
-                                   error);
+    status = space_create_unlocked(cache, tenant, request, identity, identity_size, id, 1, NULL,
+                                   &space, error);
     if (status == KVK_OK && space != NULL) {
         space->constant_hash = constant_hash;
         space->recorded = kvk_persist_record_unlocked(cache, space); /* before anybody finds it */
@@ -381,6 +389,66 @@ static enum kvk_status open_new_drops(struct kvk_cache *cache, const struct kvk_
     return status;
 }
 
+/* What a space was opened with, but for its names. */
+static void request_of(const struct kvk_space *space, struct kvk_space_request *request)
+{
+    *request = (struct kvk_space_request){
+        .block_tokens = space->block_tokens,
+        .group_count = space->group_count,
+        .flops_per_token = space->flops_per_token,
+        .flops_per_token_position = space->flops_per_token_position,
+        .flops_per_second = space->flops_per_second,
+        .lookup_min_tokens = space->lookup_min_tokens,
+    };
+    for (uint32_t g = 0; g < space->group_count; g++) {
+        request->groups[g] = space->groups[g]->geometry;
+    }
+}
+
+enum kvk_status kvk_space_make_public_drops(struct kvk_cache *cache, struct kvk_space *source,
+                                            const uint32_t slots[KVK_GROUP_COUNT_MAX],
+                                            struct kvk_space **result, struct kvk_error *error)
+{
+    struct kvk_space *space = NULL;
+    struct kvk_space_request request;
+    const struct kvk_tenant *tenant = source->tenant;
+    size_t identity_size = source->identity_size;
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    KVK_ASSERT(source->reference_count > 0); /* it stays while the lock is dropped */
+    enum kvk_status status = place_take_drops(cache, error);
+    if (status != KVK_OK) {
+        return status;
+    }
+    uint64_t id = space_id_take(cache);
+    request_of(source, &request);
+    kvk_unlock(&cache->lock);
+    uint8_t *identity = malloc(identity_size + GENERATION_SIZE);
+    if (identity == NULL) {
+        status = kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for a space");
+    } else {
+        memcpy(identity, source->identity, identity_size);
+        status = space_create_unlocked(cache, tenant, &request, identity, identity_size, id, 1,
+                                       slots, &space, error);
+    }
+    kvk_lock(&cache->lock);
+    if (status == KVK_OK) {
+        status = kvk_tenant_check(tenant, error); /* it may be forgotten by now */
+    }
+    if (status == KVK_OK) {
+        KVK_ASSERT(space != NULL);
+        space_link(cache, space);
+        *result = space;
+        return KVK_OK;
+    }
+    cache->space_count--;
+    if (space != NULL) {
+        kvk_unlock(&cache->lock);
+        space_destroy_unlocked(cache, space);
+        kvk_lock(&cache->lock);
+    }
+    return status;
+}
+
 /* Under its old id, which no new one may have, and at its old generation. */
 static enum kvk_status restore_drops(struct kvk_cache *cache, const struct kvk_tenant *tenant,
                                      const struct kvk_space_request *request, uint8_t *identity,
@@ -403,7 +471,7 @@ static enum kvk_status restore_drops(struct kvk_cache *cache, const struct kvk_t
     cache->space_count++;
     kvk_unlock(&cache->lock);
     enum kvk_status status = space_create_unlocked(cache, tenant, request, identity, identity_size,
-                                                   id, generation, &space, error);
+                                                   id, generation, NULL, &space, error);
     kvk_lock(&cache->lock);
     if (status != KVK_OK) {
         cache->space_count--;

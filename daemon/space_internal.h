@@ -48,6 +48,16 @@ KVK_CHECKED enum kvk_status kvk_space_restore(struct kvk_cache *cache,
                                               uint8_t *identity, size_t identity_size, uint64_t id,
                                               uint64_t generation, struct kvk_error *error);
 
+/* The space of a public prefix, with the identity and geometry of `source` (which the caller
+ * references) and so many slots of each group, in the host tier alone. It is recorded nowhere, kept
+ * by nobody, and found by nobody but public.c. Drops the lock. KVK_UNSUPPORTED: the host tier has
+ * no memory of the kind. */
+KVK_CHECKED enum kvk_status kvk_space_make_public_drops(struct kvk_cache *cache,
+                                                        struct kvk_space *source,
+                                                        const uint32_t slots[KVK_GROUP_COUNT_MAX],
+                                                        struct kvk_space **result,
+                                                        struct kvk_error *error);
+
 /* A space that is unused goes: out of all tables, and its memory, files and records with it. False:
  * it is not. Drops the lock where it goes. */
 bool kvk_space_reclaim_drops(struct kvk_cache *cache, struct kvk_space *space);

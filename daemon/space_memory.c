@@ -119,9 +119,46 @@ static enum kvk_status regions_adopt(struct kvk_cache *cache, struct kvk_group *
     return status;
 }
 
+/* Of a public space: other tenants' processes map it, and nothing of it outlives the daemon. */
+static enum kvk_status public_regions_create(struct kvk_cache *cache, struct kvk_group *group,
+                                             enum kvk_tier tier, struct kvk_error *error)
+{
+    struct kvk_group_tier *at = &group->tiers[tier];
+    struct kvk_device *device = cache->tiers[tier].device;
+    uint64_t slots = kvk_arena_slot_capacity(&at->arena);
+    if (device->ops->alloc_public == NULL || cache->memory->ops->alloc_public == NULL) {
+        return kvk_fail(error, KVK_UNSUPPORTED, KVK_CAUSE_NONE, "",
+                        "memory of the host tier cannot be made public");
+    }
+    enum kvk_status status = KVK_OK;
+    for (uint32_t shard = 0; status == KVK_OK && shard < group->shard_count; shard++) {
+        status = device->ops->alloc_public(device, slots * group->shard_bytes[shard],
+                                           "kvkeep-public", &at->regions[shard], error);
+    }
+    if (status == KVK_OK) {
+        status = cache->memory->ops->alloc_public(cache->memory, slots * sizeof(uint32_t),
+                                                  "kvkeep-public", &at->generations, error);
+    }
+    return status;
+}
+
+static void public_region_free(struct kvk_device *device, struct kvk_region *region)
+{
+    if (region->size_bytes > 0) {
+        device->ops->free(device, region);
+    }
+}
+
 static void regions_free(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier)
 {
     struct kvk_group_tier *at = &group->tiers[tier];
+    if (group->space->is_public) {
+        for (uint32_t shard = 0; shard < group->shard_count; shard++) {
+            public_region_free(cache->tiers[tier].device, &at->regions[shard]);
+        }
+        public_region_free(cache->memory, &at->generations);
+        return;
+    }
     const struct kvk_kept_name generations = generations_name(group, tier);
     for (uint32_t shard = 0; shard < group->shard_count; shard++) {
         const struct kvk_kept_name name = slots_name(group, tier, shard);
@@ -138,6 +175,9 @@ static enum kvk_status regions_create(struct kvk_cache *cache, struct kvk_group 
     struct kvk_device *device = cache->tiers[tier].device;
     uint64_t slots = kvk_arena_slot_capacity(&at->arena);
     const struct kvk_kept_name generations = generations_name(group, tier);
+    if (group->space->is_public) {
+        return public_regions_create(cache, group, tier, error);
+    }
     if (regions_are_kept(cache, group, tier, slots)) {
         if (regions_adopt(cache, group, tier, slots, error) == KVK_OK) {
             at->adopted = true;
@@ -170,10 +210,18 @@ static enum kvk_status tier_create(struct kvk_cache *cache, struct kvk_group *gr
 {
     struct kvk_tier_state *state = &cache->tiers[tier];
     struct kvk_group_tier *at = &group->tiers[tier];
+    uint32_t public_slots = group->space->public_slots[group->index];
     if (state->device == NULL || state->pool.limit_bytes < group->block_bytes) {
         return KVK_OK;
     }
-    if (kvk_arena_init(&at->arena, &state->pool, group->block_bytes) != KVK_OK) {
+    if (group->space->is_public && (tier != KVK_TIER_HOST || public_slots == 0)) {
+        return KVK_OK;
+    }
+    enum kvk_status status =
+        group->space->is_public
+            ? kvk_arena_init_for(&at->arena, &state->pool, group->block_bytes, public_slots)
+            : kvk_arena_init(&at->arena, &state->pool, group->block_bytes);
+    if (status != KVK_OK) {
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for a space's slots");
     }
     at->present = true; /* from here on destroying undoes what was done */
@@ -218,7 +266,9 @@ static enum kvk_status memory_create(struct kvk_cache *cache, struct kvk_group *
     for (int i = 0; i < KVK_MEMORY_TIER_COUNT && status == KVK_OK; i++) {
         status = tier_create(cache, group, (enum kvk_tier)i, error);
     }
-    return status == KVK_OK ? kvk_sidecar_create_unlocked(cache, group, error) : status;
+    return status == KVK_OK && !group->space->is_public
+               ? kvk_sidecar_create_unlocked(cache, group, error)
+               : status;
 }
 
 static void memory_destroy(struct kvk_cache *cache, struct kvk_group *group)
@@ -250,16 +300,19 @@ enum kvk_status kvk_group_create(struct kvk_cache *cache, struct kvk_space *spac
     group->windowed = geometry->window > 0;
     space->groups[index] = group;
 
-    kvk_sidecar_find_unlocked(cache, group);
+    bool is_public = space->is_public;
+    if (!is_public) {
+        kvk_sidecar_find_unlocked(cache, group);
+    }
     enum kvk_status status = memory_create(cache, group, error);
-    if (status == KVK_OK && !kvk_warm_is_possible(cache, group)) {
+    if (status == KVK_OK && !is_public && !kvk_warm_is_possible(cache, group)) {
         memory_destroy(cache, group); /* and once more, with files of its own */
         status = memory_create(cache, group, error);
     }
-    if (status == KVK_OK) {
+    if (status == KVK_OK && !is_public) {
         status = check_presence(cache, group, error);
     }
-    if (status == KVK_OK) {
+    if (status == KVK_OK && !is_public) {
         status = kvk_disk_group_create(cache, group, error);
     }
     if (status != KVK_OK) {

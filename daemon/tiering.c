@@ -267,7 +267,7 @@ enum kvk_status kvk_block_clone_drops(struct kvk_cache *cache, uint32_t target, 
     const struct kvk_block *from = kvk_index_block(cache->index, source);
     const struct kvk_block *to = kvk_index_block(cache->index, target);
     const struct kvk_group *group = kvk_group_of(cache, from);
-    KVK_ASSERT(group == kvk_group_of(cache, to));
+    KVK_ASSERT(kvk_geometry_equal(&group->geometry, &kvk_group_of(cache, to)->geometry));
     KVK_ASSERT(to->state == KVK_BLOCK_RESERVED || to->state == KVK_BLOCK_ACTIVE);
     if (from->state == KVK_BLOCK_RESERVED) {
         return KVK_OK; /* nothing was written */

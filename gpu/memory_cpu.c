@@ -26,7 +26,10 @@
 #define NODE_WORDS (NODE_COUNT_MAX / NODE_WORD_BITS)
 
 /* No file of another process can shrink or grow it, or lift that. */
-#define REGION_SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
+#define SIZE_SEALS (F_SEAL_SHRINK | F_SEAL_GROW)
+#define REGION_SEALS (SIZE_SEALS | F_SEAL_SEAL)
+/* Nor can it be mapped writably any more: since Linux 5.1. */
+#define PUBLIC_SEALS (F_SEAL_FUTURE_WRITE | F_SEAL_SEAL)
 
 static uint64_t page_bytes(void)
 {
@@ -219,32 +222,77 @@ static enum kvk_status size_check(uint64_t size_bytes, struct kvk_error *error)
     return KVK_OK;
 }
 
-enum kvk_status kvk_memory_cpu_alloc(uint64_t size_bytes, uint64_t piece_bytes, const char *name,
-                                     const struct kvk_memory_cpu_wishes *wishes,
-                                     struct kvk_region *region, struct kvk_error *error)
+/* A file of the size, with these seals. */
+static enum kvk_status file_make(const char *name, uint64_t rounded_bytes, int seals, int *result,
+                                 struct kvk_error *error)
 {
-    enum kvk_status status = size_check(size_bytes, error);
-    if (status != KVK_OK) {
-        return status;
-    }
-    uint64_t rounded_bytes = round_up(size_bytes, page_bytes());
     int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0) {
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "memfd_create: %s",
                         strerror(errno));
     }
-    if (ftruncate(fd, (off_t)rounded_bytes) != 0 || fcntl(fd, F_ADD_SEALS, REGION_SEALS) != 0) {
+    if (ftruncate(fd, (off_t)rounded_bytes) != 0 || fcntl(fd, F_ADD_SEALS, seals) != 0) {
         int cause = errno;
         (void)close(fd);
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "",
                         "sizing and sealing a memfd of %llu bytes: %s",
                         (unsigned long long)rounded_bytes, strerror(cause));
     }
+    *result = fd;
+    return KVK_OK;
+}
+
+enum kvk_status kvk_memory_cpu_alloc(uint64_t size_bytes, uint64_t piece_bytes, const char *name,
+                                     const struct kvk_memory_cpu_wishes *wishes,
+                                     struct kvk_region *region, struct kvk_error *error)
+{
+    enum kvk_status status = size_check(size_bytes, error);
+    uint64_t rounded_bytes = round_up(size_bytes, page_bytes());
+    int fd = -1;
+    if (status == KVK_OK) {
+        status = file_make(name, rounded_bytes, REGION_SEALS, &fd, error);
+    }
+    if (status != KVK_OK) {
+        return status;
+    }
     status = region_map(fd, rounded_bytes, piece_bytes, wishes, region, error);
     if (status != KVK_OK) {
         (void)close(fd);
     }
     return status;
+}
+
+enum kvk_status kvk_memory_cpu_alloc_public(uint64_t size_bytes, const char *name,
+                                            const struct kvk_memory_cpu_wishes *wishes,
+                                            struct kvk_region *region, struct kvk_error *error)
+{
+    enum kvk_status status = size_check(size_bytes, error);
+    uint64_t rounded_bytes = round_up(size_bytes, page_bytes());
+    int fd = -1;
+    if (status == KVK_OK) {
+        status = file_make(name, rounded_bytes, SIZE_SEALS, &fd, error);
+    }
+    if (status != KVK_OK) {
+        return status;
+    }
+    status = region_map(fd, rounded_bytes, 0, wishes, region, error);
+    if (status != KVK_OK) {
+        (void)close(fd);
+        return status;
+    }
+    if (fcntl(fd, F_ADD_SEALS, PUBLIC_SEALS) != 0) { /* the mapping above stays writable */
+        status = kvk_fail(error, KVK_UNSUPPORTED, KVK_CAUSE_NONE, "",
+                          "sealing a memfd against new writable mappings: %s", strerror(errno));
+        kvk_memory_cpu_leave(region);
+    }
+    return status;
+}
+
+static bool is_public(const struct kvk_region *region)
+{
+    int seals = fcntl(region->fd, F_GET_SEALS);
+    KVK_ASSERT(seals >= 0);
+    return (seals & F_SEAL_FUTURE_WRITE) != 0;
 }
 
 /* Is it memory that some process of ours made as a region? */
@@ -312,6 +360,11 @@ void kvk_memory_cpu_leave(struct kvk_region *region)
 void kvk_memory_cpu_free(struct kvk_region *region)
 {
     KVK_ASSERT(region->size_bytes > 0);
+    if (is_public(region)) {
+        memset(region->address, 0, region->size_bytes);
+        kvk_memory_cpu_leave(region);
+        return;
+    }
     int result = fallocate(region->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,
                            (off_t)region->size_bytes);
     KVK_ASSERT(result == 0);

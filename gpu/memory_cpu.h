@@ -6,6 +6,10 @@
  * meets the file's end (SIGBUS). Memory comes and goes by backing and punching ranges; after a
  * punch, mappings made before read zeros there. What a process writes, or even reads, in a range
  * that is not backed is faulted in and counts as backed.
+ *
+ * A public region is one that processes of other tenants may map: it is sealed against new writable
+ * mappings too, once the daemon has its own. The kernel then refuses to punch it, so that its
+ * memory is exactly as large as what it is for, and ends as a whole.
  */
 #ifndef KVK_GPU_MEMORY_CPU_H
 #define KVK_GPU_MEMORY_CPU_H
@@ -30,6 +34,12 @@ KVK_CHECKED enum kvk_status kvk_memory_cpu_alloc(uint64_t size_bytes, uint64_t p
                                                  struct kvk_region *region,
                                                  struct kvk_error *error);
 
+/* Sealed against new writable mappings, by whatever descriptor. Mapped as one run. */
+KVK_CHECKED enum kvk_status kvk_memory_cpu_alloc_public(uint64_t size_bytes, const char *name,
+                                                        const struct kvk_memory_cpu_wishes *wishes,
+                                                        struct kvk_region *region,
+                                                        struct kvk_error *error);
+
 /*
  * A region of a file that was a region before, in another process: what is backed stays, and the
  * descriptor is the region's from here. Only what kvk_memory_cpu_alloc() makes is taken: memory
@@ -42,7 +52,8 @@ KVK_CHECKED enum kvk_status kvk_memory_cpu_adopt(int fd, uint64_t size_bytes, ui
                                                  struct kvk_region *region,
                                                  struct kvk_error *error);
 
-/* Gives all bytes back at once, even where another process still maps the file. */
+/* Gives all bytes back at once, even where another process still maps the file. Those of a public
+ * region are overwritten with zeros; the memory itself goes with the last mapping. */
 void kvk_memory_cpu_free(struct kvk_region *region);
 
 /* Unmaps and closes; what is backed stays for whoever holds the file. */

@@ -11,6 +11,7 @@ enum outcome {
     TO_RESERVED = KVK_BLOCK_RESERVED,
     TO_ACTIVE = KVK_BLOCK_ACTIVE,
     TO_SEALED = KVK_BLOCK_SEALED,
+    TO_HOLLOW = KVK_BLOCK_HOLLOW,
     STAY = KVK_BLOCK_STATE_COUNT, /* the state it is in */
     BY_HOLDS,                     /* EVICTABLE, SEALED or SHARED: none, one or several holders */
     BY_NEED,                      /* HOLLOW where its place in a chain is needed, else FREE */
@@ -19,14 +20,14 @@ enum outcome {
 
 /* clang-format off */
 static const uint8_t life[KVK_BLOCK_STATE_COUNT][KVK_BLOCK_EVENT_COUNT] = {
-/*                      RESERVE      WRITE      SEAL      HOLD      RELEASE   ABORT    EVICT    DISCARD  FILL       PRUNE    BEGIN DONE  FAIL */
-[KVK_BLOCK_FREE]      = {TO_RESERVED, NO,        NO,       NO,       NO,       NO,      NO,      NO,      NO,        NO,      NO,   NO,   NO},
-[KVK_BLOCK_RESERVED]  = {NO,          TO_ACTIVE, NO,       STAY,     STAY,     TO_FREE, NO,      NO,      NO,        NO,      NO,   NO,   NO},
-[KVK_BLOCK_ACTIVE]    = {NO,          STAY,      BY_HOLDS, STAY,     STAY,     TO_FREE, NO,      NO,      NO,        NO,      STAY, STAY, STAY},
-[KVK_BLOCK_SEALED]    = {NO,          NO,        NO,       BY_HOLDS, BY_HOLDS, NO,      NO,      TO_FREE, NO,        NO,      STAY, STAY, STAY},
-[KVK_BLOCK_SHARED]    = {NO,          NO,        NO,       BY_HOLDS, BY_HOLDS, NO,      NO,      NO,      NO,        NO,      STAY, STAY, STAY},
-[KVK_BLOCK_EVICTABLE] = {NO,          NO,        NO,       BY_HOLDS, NO,       NO,      BY_NEED, NO,      NO,        NO,      STAY, STAY, STAY},
-[KVK_BLOCK_HOLLOW]    = {NO,          NO,        NO,       NO,       NO,       NO,      NO,      NO,      TO_SEALED, TO_FREE, NO,   NO,   NO},
+/*                      RESERVE      WRITE      SEAL      HOLD      RELEASE   ABORT    EVICT    DISCARD  FILL       PRUNE    BEGIN DONE  FAIL  KNOW */
+[KVK_BLOCK_FREE]      = {TO_RESERVED, NO,        NO,       NO,       NO,       NO,      NO,      NO,      NO,        NO,      NO,   NO,   NO,   TO_HOLLOW},
+[KVK_BLOCK_RESERVED]  = {NO,          TO_ACTIVE, NO,       STAY,     STAY,     TO_FREE, NO,      NO,      NO,        NO,      NO,   NO,   NO,   NO},
+[KVK_BLOCK_ACTIVE]    = {NO,          STAY,      BY_HOLDS, STAY,     STAY,     TO_FREE, NO,      NO,      NO,        NO,      STAY, STAY, STAY, NO},
+[KVK_BLOCK_SEALED]    = {NO,          NO,        NO,       BY_HOLDS, BY_HOLDS, NO,      NO,      TO_FREE, NO,        NO,      STAY, STAY, STAY, NO},
+[KVK_BLOCK_SHARED]    = {NO,          NO,        NO,       BY_HOLDS, BY_HOLDS, NO,      NO,      NO,      NO,        NO,      STAY, STAY, STAY, NO},
+[KVK_BLOCK_EVICTABLE] = {NO,          NO,        NO,       BY_HOLDS, NO,       NO,      BY_NEED, NO,      NO,        NO,      STAY, STAY, STAY, NO},
+[KVK_BLOCK_HOLLOW]    = {NO,          NO,        NO,       NO,       NO,       NO,      NO,      NO,      TO_SEALED, TO_FREE, NO,   NO,   NO,   NO},
 };
 /* clang-format on */
 
@@ -57,6 +58,7 @@ static bool allows_now(const struct kvk_block *block, enum kvk_block_event event
     case KVK_BLOCK_WRITE:
     case KVK_BLOCK_SEAL:
     case KVK_BLOCK_FILL:
+    case KVK_BLOCK_KNOW:
         return true;
     case KVK_BLOCK_HOLD:
         return block->hold_count < UINT32_MAX;
@@ -111,6 +113,7 @@ static void count_event(struct kvk_block *block, enum kvk_block_event event)
     case KVK_BLOCK_SEAL:
     case KVK_BLOCK_EVICT:
     case KVK_BLOCK_PRUNE:
+    case KVK_BLOCK_KNOW:
         break;
     }
 }
@@ -133,6 +136,7 @@ void kvk_block_step(struct kvk_block *block, enum kvk_block_event event)
     case TO_RESERVED:
     case TO_ACTIVE:
     case TO_SEALED:
+    case TO_HOLLOW:
         block->state = (uint8_t)outcome;
         break;
     case BY_HOLDS:

@@ -11,7 +11,8 @@
  * RESERVED and ACTIVE go straight back to FREE on ABORT. An indexed block that loses its bytes
  * while others need its place in the chain is HOLLOW: known, without bytes; FILL gives it bytes
  * again, PRUNE ends it. Where a sealed block's copies lie is a set of tiers beside the state, and
- * a copy under way is a transfer with its own begin, done and fail.
+ * a copy under way is a transfer with its own begin, done and fail. A block whose bytes are public,
+ * that is in another's slots, has a HOLLOW namesake in the chain of whoever goes on from it: KNOW.
  *
  * Locking: every function here needs the cache lock.
  */
@@ -62,8 +63,9 @@ enum kvk_block_event {
     KVK_BLOCK_TRANSFER_BEGIN, /* a copy to or from another tier begins */
     KVK_BLOCK_TRANSFER_DONE,
     KVK_BLOCK_TRANSFER_FAIL,
+    KVK_BLOCK_KNOW, /* known by its tokens alone, since its children are to be indexed: HOLLOW */
 };
-#define KVK_BLOCK_EVENT_COUNT 13
+#define KVK_BLOCK_EVENT_COUNT 14
 
 struct kvk_block {
     /* Place in the index; written by the index alone. */

@@ -326,7 +326,7 @@ static enum kvk_status insert(struct kvk_index *index, struct kvk_cursor *cursor
     struct kvk_block *added = kvk_index_block(index, block);
     struct kvk_root *root = kvk_root_at(index, cursor->root);
     KVK_ASSERT(!kvk_block_is_indexed(added));
-    KVK_ASSERT(kvk_block_is_whole(added));
+    KVK_ASSERT(kvk_block_is_whole(added) || added->state == KVK_BLOCK_HOLLOW);
     KVK_ASSERT(cursor->blocks < UINT32_MAX);
     if (has_children(index, cursor)) {
         uint32_t known = kvk_chain_child(index, cursor->root, cursor->block, said->key,

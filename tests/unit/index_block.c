@@ -39,6 +39,7 @@ static const struct {
     uint32_t holds;
 } allowed[] = {
     {KVK_BLOCK_FREE, KVK_BLOCK_RESERVE, KVK_BLOCK_RESERVED, 1},
+    {KVK_BLOCK_FREE, KVK_BLOCK_KNOW, KVK_BLOCK_HOLLOW, 0},
     {KVK_BLOCK_RESERVED, KVK_BLOCK_WRITE, KVK_BLOCK_ACTIVE, 1},
     {KVK_BLOCK_RESERVED, KVK_BLOCK_HOLD, KVK_BLOCK_RESERVED, 2},
     {KVK_BLOCK_RESERVED, KVK_BLOCK_ABORT, KVK_BLOCK_FREE, 0},
@@ -255,6 +256,8 @@ static int expected_state(enum kvk_block_state state, enum kvk_block_event event
     case KVK_BLOCK_TRANSFER_DONE:
     case KVK_BLOCK_TRANSFER_FAIL:
         return (state == KVK_BLOCK_ACTIVE || whole) && now->transfers > 0 ? (int)state : no;
+    case KVK_BLOCK_KNOW:
+        return state == KVK_BLOCK_FREE ? KVK_BLOCK_HOLLOW : no;
     }
     return no;
 }
