@@ -342,10 +342,10 @@ enum kvk_status kvk_cuda_plan_init(struct kvk_cuda_plan *plan, const struct kvk_
     plan->slot_count = lists.slot_count;
     plan->upload_bytes = layout_of(plan).end;
     uint64_t rows = plan->query_count * attend->query_heads;
-    uint64_t row_bytes = (attend->head_size_v + 1U) * sizeof(float);
-    plan->result_bytes = (size_t)(rows * row_bytes);
+    uint64_t slots = lists.slot_count * attend->kv_heads;
+    plan->result_bytes = (size_t)(rows * (attend->head_size_v + 1U) * sizeof(float));
     plan->work_bytes =
-        align_up(plan->result_bytes) + (size_t)(lists.slot_count * attend->kv_heads * row_bytes);
+        align_up(plan->result_bytes) + (size_t)(slots * (attend->head_size_v + 2U) * sizeof(float));
     return KVK_OK;
 }
 
@@ -416,8 +416,9 @@ void kvk_cuda_plan_bind(struct kvk_cuda_plan *plan, const struct kvk_attend *att
     launch->output = work;
     launch->lse = launch->output + rows * launch->head_size_v;
     launch->slot_output = (float *)(void *)slots;
-    launch->slot_lse =
+    launch->slot_max =
         launch->slot_output + plan->slot_count * launch->kv_heads * launch->head_size_v;
+    launch->slot_sum = launch->slot_max + plan->slot_count * launch->kv_heads;
 }
 
 void kvk_cuda_plan_scatter(const struct kvk_cuda_plan *plan, const struct kvk_attend *attend,

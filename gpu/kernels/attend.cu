@@ -5,38 +5,41 @@
 #define MERGE_THREADS 128
 
 /*
- * A row from the slots that hold its parts, weighed by their LSE. A part that saw nothing is left
- * out, since what it wrote says nothing.
+ * A row from the slots that hold its parts. A part that saw nothing is left out, since what it
+ * wrote says nothing.
  */
 __global__ void __launch_bounds__(MERGE_THREADS) merge_slots(kvk_cuda_attend attend)
 {
     const kvk_cuda_merge merge = attend.merges[blockIdx.x];
     const uint32_t *sources = attend.sources + merge.first_source;
     uint32_t query_head = kvk_query_head(attend, blockIdx.y, merge.head);
-    kvk_row_target target = kvk_output_row(attend, merge.query, query_head);
+    uint64_t target = kvk_output_row(attend, merge.query, query_head);
     float max = -kvk_infinity();
     float sum = 0;
 
     for (uint32_t i = 0; i < merge.source_count; i++) {
-        max = fmaxf(max, *kvk_slot_row(attend, sources[i], blockIdx.y).lse);
+        max = fmaxf(max, attend.slot_max[(uint64_t)sources[i] * attend.kv_heads + blockIdx.y]);
     }
-    for (uint32_t i = 0; i < merge.source_count && max != -kvk_infinity(); i++) {
-        sum += kvk_exp(*kvk_slot_row(attend, sources[i], blockIdx.y).lse - max);
+    float top = max == -kvk_infinity() ? 0 : max;
+    for (uint32_t i = 0; i < merge.source_count; i++) {
+        uint64_t slot = (uint64_t)sources[i] * attend.kv_heads + blockIdx.y;
+        sum += attend.slot_sum[slot] * kvk_exp(attend.slot_max[slot] - top);
     }
     kvk_row_end end =
         kvk_row_finish(max, sum, kvk_row_sink(attend, query_head, merge.partial != 0));
     for (uint32_t i = threadIdx.x; i < attend.head_size_v; i += MERGE_THREADS) {
         float value = 0;
         for (uint32_t j = 0; j < merge.source_count; j++) {
-            kvk_row_target part = kvk_slot_row(attend, sources[j], blockIdx.y);
-            if (*part.lse != -kvk_infinity()) {
-                value += kvk_exp(*part.lse - max) * part.output[i];
+            uint64_t slot = (uint64_t)sources[j] * attend.kv_heads + blockIdx.y;
+            float weight = kvk_exp(attend.slot_max[slot] - top);
+            if (weight != 0) {
+                value += weight * attend.slot_output[slot * attend.head_size_v + i];
             }
         }
-        target.output[i] = value * end.factor;
+        attend.output[target * attend.head_size_v + i] = value * end.factor;
     }
     if (threadIdx.x == 0) {
-        *target.lse = end.lse;
+        attend.lse[target] = end.lse;
     }
 }
 

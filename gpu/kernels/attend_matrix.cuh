@@ -304,7 +304,7 @@ __device__ __forceinline__ void kvk_matrix_store(const kvk_cuda_attend &attend,
         uint32_t row = (uint32_t)(half * 8 + lane / 4);
         if (row < unit.row_count) {
             float factor = shared.factors[row];
-            float *output = kvk_unit_row(attend, unit, row, blockIdx.y).output + column;
+            float *output = kvk_unit_values(attend, unit, row, blockIdx.y) + column;
 #pragma unroll
             for (int n = 0; n < Shape::kColumnsV; n++) {
                 output[n * 8] = factor == 0 ? 0 : values[half / 2][n][half % 2 * 2] * factor;
@@ -315,7 +315,7 @@ __device__ __forceinline__ void kvk_matrix_store(const kvk_cuda_attend &attend,
     }
 }
 
-/* Write the row's LSE, and leave what its values are to be multiplied with. */
+/* Write down what the row has come to, and leave what its values are to be multiplied with. */
 template <typename Shape>
 __device__ __forceinline__ void kvk_matrix_finish(const kvk_cuda_attend &attend,
                                                   const kvk_cuda_unit &unit, Shape &shared,
@@ -328,10 +328,7 @@ __device__ __forceinline__ void kvk_matrix_finish(const kvk_cuda_attend &attend,
         state.sum += kvk_shuffle_xor(state.sum, (uint32_t)mask);
     }
     if (threadIdx.x % Shape::kRowThreads == 0 && row < unit.row_count) {
-        kvk_row_end end =
-            kvk_row_finish(state.max, state.sum, kvk_unit_sink(attend, unit, row, blockIdx.y));
-        shared.factors[row] = end.factor;
-        *kvk_unit_row(attend, unit, row, blockIdx.y).lse = end.lse;
+        shared.factors[row] = kvk_unit_finish(attend, unit, row, blockIdx.y, state.max, state.sum);
     }
 }
 

@@ -17,11 +17,11 @@
 
 /* Shared memory, in this order; lengths are the launch's. */
 struct kvk_plain_shared {
-    float *queries;  /* [unit_rows][head_size_k] */
-    float *values;   /* [unit_rows][head_size_v] */
-    float *logits;   /* [unit_rows][KVK_PLAIN_TILE_TOKENS]; then weights */
-    float *factors;  /* [unit_rows] */
-    uint8_t **pages; /* [KVK_PLAIN_TILE_TOKENS]; NULL: the token is not there */
+    float *queries;        /* [unit_rows][head_size_k] */
+    float *values;         /* [unit_rows][head_size_v] */
+    float *logits;         /* [unit_rows][KVK_PLAIN_TILE_TOKENS]; then weights */
+    float *factors;        /* [unit_rows] */
+    const uint8_t **pages; /* [KVK_PLAIN_TILE_TOKENS]; NULL: the token is not there */
 };
 
 static inline uint32_t kvk_plain_shared_bytes(const kvk_cuda_attend &attend)
@@ -36,7 +36,7 @@ __device__ __forceinline__ kvk_plain_shared kvk_plain_shared_of(const kvk_cuda_a
 {
     kvk_plain_shared shared;
 
-    shared.pages = (uint8_t **)kvk_shared_memory();
+    shared.pages = (const uint8_t **)kvk_shared_memory();
     shared.queries = (float *)(shared.pages + KVK_PLAIN_TILE_TOKENS);
     shared.values = shared.queries + attend.unit_rows * attend.head_size_k;
     shared.logits = shared.values + attend.unit_rows * attend.head_size_v;
@@ -165,7 +165,7 @@ __device__ __forceinline__ void kvk_plain_end(const kvk_cuda_attend &attend,
                                               const kvk_plain_shared &shared)
 {
     for (uint32_t row = 0; row < unit.row_count; row++) {
-        float *output = kvk_unit_row(attend, unit, row, blockIdx.y).output;
+        float *output = kvk_unit_values(attend, unit, row, blockIdx.y);
         for (uint32_t i = threadIdx.x; i < attend.head_size_v; i += KVK_PLAIN_THREADS) {
             output[i] = shared.values[row * attend.head_size_v + i] * shared.factors[row];
         }
@@ -185,8 +185,7 @@ __global__ void __launch_bounds__(KVK_PLAIN_THREADS) kvk_attend_plain(kvk_cuda_a
         kvk_tile tile = kvk_tile_at(unit, KVK_PLAIN_TILE_TOKENS, i);
         if (threadIdx.x < tile.end - tile.begin) {
             uint32_t token = tile.begin + threadIdx.x;
-            shared.pages[threadIdx.x] =
-                (uint8_t *)attend.pages[unit.first_page + token / attend.block_tokens];
+            shared.pages[threadIdx.x] = attend.pages[unit.first_page + token / attend.block_tokens];
         }
         kvk_barrier();
         kvk_plain_score(attend, unit, shared, tile);
@@ -199,10 +198,8 @@ __global__ void __launch_bounds__(KVK_PLAIN_THREADS) kvk_attend_plain(kvk_cuda_a
         kvk_barrier(); /* pages, weights and factors are written anew */
     }
     if (threadIdx.x < unit.row_count) {
-        kvk_row_end end =
-            kvk_row_finish(max, sum, kvk_unit_sink(attend, unit, threadIdx.x, blockIdx.y));
-        shared.factors[threadIdx.x] = end.factor;
-        *kvk_unit_row(attend, unit, threadIdx.x, blockIdx.y).lse = end.lse;
+        shared.factors[threadIdx.x] =
+            kvk_unit_finish(attend, unit, threadIdx.x, blockIdx.y, max, sum);
     }
     kvk_barrier();
     kvk_plain_end(attend, unit, shared);

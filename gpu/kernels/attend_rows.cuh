@@ -124,12 +124,6 @@ __device__ __forceinline__ float kvk_row_sink(const kvk_cuda_attend &attend, uin
                                                     : attend.sink_logits[query_head];
 }
 
-/* Where a row's results go. */
-struct kvk_row_target {
-    float *output;
-    float *lse;
-};
-
 /* The query head of `head` among those that share KV head `kv_head`. */
 __device__ __forceinline__ uint32_t kvk_query_head(const kvk_cuda_attend &attend, uint32_t kv_head,
                                                    uint32_t head)
@@ -137,45 +131,42 @@ __device__ __forceinline__ uint32_t kvk_query_head(const kvk_cuda_attend &attend
     return kv_head * (attend.query_heads / attend.kv_heads) + head;
 }
 
-__device__ __forceinline__ kvk_row_target kvk_output_row(const kvk_cuda_attend &attend,
-                                                         uint32_t query, uint32_t query_head)
+/* Among the rows of output and lse. */
+__device__ __forceinline__ uint64_t kvk_output_row(const kvk_cuda_attend &attend, uint32_t query,
+                                                   uint32_t query_head)
 {
-    uint64_t row = (uint64_t)query * attend.query_heads + query_head;
-    kvk_row_target target = {attend.output + row * attend.head_size_v, attend.lse + row};
-
-    return target;
+    return (uint64_t)query * attend.query_heads + query_head;
 }
 
-__device__ __forceinline__ kvk_row_target kvk_slot_row(const kvk_cuda_attend &attend, uint32_t slot,
-                                                       uint32_t kv_head)
+/* Where row `row` of a unit has its values. */
+__device__ __forceinline__ float *kvk_unit_values(const kvk_cuda_attend &attend,
+                                                  const kvk_cuda_unit &unit, uint32_t row,
+                                                  uint32_t kv_head)
 {
-    uint64_t row = (uint64_t)slot * attend.kv_heads + kv_head;
-    kvk_row_target target = {attend.slot_output + row * attend.head_size_v, attend.slot_lse + row};
-
-    return target;
-}
-
-/* Row `row` of a unit. */
-__device__ __forceinline__ kvk_row_target kvk_unit_row(const kvk_cuda_attend &attend,
-                                                       const kvk_cuda_unit &unit, uint32_t row,
-                                                       uint32_t kv_head)
-{
-    const kvk_cuda_row &of = attend.rows[unit.first_row + row];
-
-    if (unit.first_slot == KVK_CUDA_SLOT_NONE) {
-        return kvk_output_row(attend, of.query, kvk_query_head(attend, kv_head, of.head));
+    if (unit.first_slot != KVK_CUDA_SLOT_NONE) {
+        uint64_t slot = (uint64_t)(unit.first_slot + row) * attend.kv_heads + kv_head;
+        return attend.slot_output + slot * attend.head_size_v;
     }
-    return kvk_slot_row(attend, unit.first_slot + row, kv_head);
+    const kvk_cuda_row &of = attend.rows[unit.first_row + row];
+    uint32_t query_head = kvk_query_head(attend, kv_head, of.head);
+    return attend.output + kvk_output_row(attend, of.query, query_head) * attend.head_size_v;
 }
 
-/* The sink logit that belongs into what the unit writes for the row. */
-__device__ __forceinline__ float kvk_unit_sink(const kvk_cuda_attend &attend,
-                                               const kvk_cuda_unit &unit, uint32_t row,
-                                               uint32_t kv_head)
+/* Write down what row `row` of a unit has come to, but for its values; the answer is what those
+ * are to be multiplied with. */
+__device__ __forceinline__ float kvk_unit_finish(const kvk_cuda_attend &attend,
+                                                 const kvk_cuda_unit &unit, uint32_t row,
+                                                 uint32_t kv_head, float max, float sum)
 {
+    if (unit.first_slot != KVK_CUDA_SLOT_NONE) {
+        uint64_t slot = (uint64_t)(unit.first_slot + row) * attend.kv_heads + kv_head;
+        attend.slot_max[slot] = max;
+        attend.slot_sum[slot] = sum;
+        return 1;
+    }
     const kvk_cuda_row &of = attend.rows[unit.first_row + row];
-    bool merged = unit.first_slot != KVK_CUDA_SLOT_NONE;
-
-    return kvk_row_sink(attend, kvk_query_head(attend, kv_head, of.head),
-                        merged || of.partial != 0);
+    uint32_t query_head = kvk_query_head(attend, kv_head, of.head);
+    kvk_row_end end = kvk_row_finish(max, sum, kvk_row_sink(attend, query_head, of.partial != 0));
+    attend.lse[kvk_output_row(attend, of.query, query_head)] = end.lse;
+    return end.factor;
 }

@@ -3,8 +3,9 @@
  *
  * The kernels know nothing of regions, blocks or sequences. An attention launch works off a list
  * of units: some rows (a query of one head each) over a range of tokens of one page table; grid.y
- * is the KV head. Rows whose tokens are cut over several units leave partial results, which a
- * second kernel merges by their LSE. gpu/cuda_plan.h makes the lists from a struct kvk_attend.
+ * is the KV head. Rows whose tokens are cut over several units leave partial results, with their
+ * maximum and sum (an LSE of millions has no digits left for the sum), which a second kernel
+ * merges. gpu/cuda_plan.h makes the lists from a struct kvk_attend.
  *
  * Every function puts work on a stream and returns at once: 0 or a cudaError_t. `stream` is a
  * cudaStream_t. Pointers in these structs are device memory, and live until the stream is past the
@@ -73,10 +74,11 @@ struct kvk_cuda_attend {
     const float *sink_logits;            /* [query_heads], or NULL */
     float *output;                       /* [queries][query_heads][head_size_v] */
     float *lse;                          /* [queries][query_heads] */
-    float *slot_output;                  /* [slots][kv_heads][head_size_v] */
-    float *slot_lse;                     /* [slots][kv_heads] */
-    uint64_t k_offset;                   /* from a page's start: [kv_head][token][head_size_k] */
-    uint64_t v_offset;                   /* likewise; not used where latent */
+    float *slot_output; /* [slots][kv_heads][head_size_v], not divided by the sum */
+    float *slot_max;    /* [slots][kv_heads] */
+    float *slot_sum;    /* [slots][kv_heads] */
+    uint64_t k_offset;  /* from a page's start: [kv_head][token][head_size_k] */
+    uint64_t v_offset;  /* likewise; not used where latent */
     uint32_t unit_count;
     uint32_t unit_rows; /* rows of a unit at most; chooses the kernel's variant */
     uint32_t merge_count;

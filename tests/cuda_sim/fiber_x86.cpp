@@ -42,8 +42,7 @@ void fiber_begin(fiber *self, void (*entry)(void))
 {
     void **top = (void **)(self->stack + self->stack_bytes);
 
-    *--top = nullptr; /* a call pushes its way back: the stack is 8 past a multiple of 16 then */
-    *--top = nullptr;
+    *--top = nullptr; /* where a call would have pushed its way back: so the stack is aligned */
     *--top = (void *)entry;
     for (int i = 0; i < KEPT_REGISTERS; i++) {
         *--top = nullptr;

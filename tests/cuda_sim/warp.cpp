@@ -30,8 +30,11 @@ uint16_t fp16_narrow(float value)
 {
     uint16_t sign = signbit(value) ? 0x8000 : 0;
     float size = fabsf(value);
-    int exponent;
+    int exponent = 0;
 
+    if (size == 0) {
+        return sign;
+    }
     if (isnan(value)) {
         return 0x7fff;
     }

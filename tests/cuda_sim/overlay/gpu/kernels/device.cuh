@@ -19,7 +19,8 @@
 
 struct dim3 {
     uint32_t x, y, z;
-    dim3(uint32_t x = 1, uint32_t y = 1, uint32_t z = 1) : x(x), y(y), z(z)
+    dim3(uint32_t x_count = 1, uint32_t y_count = 1, uint32_t z_count = 1)
+        : x(x_count), y(y_count), z(z_count)
     {
     }
 };

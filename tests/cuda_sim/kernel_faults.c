@@ -1,0 +1,143 @@
+/*
+ * Faults planted into the kernels as they are: each must make a result wrong in some order of
+ * threads, or be told. This is what the other tests of the kernels rest on.
+ */
+#include <criterion/criterion.h>
+#include <signal.h>
+#include <stdio.h>
+#include <sys/wait.h>
+
+#include "tests/cuda_sim/attend_case.h"
+
+enum verdict {
+    VERDICT_RIGHT, /* nobody would have noticed */
+    VERDICT_WRONG, /* NaN, or far off */
+    VERDICT_TOLD,  /* the simulator ended the process, or a poisoned address did */
+};
+
+static void case_make(struct gpu_case *test, enum kvk_format format)
+{
+    struct kvk_random random;
+
+    memset(test, 0, sizeof(*test));
+    kvk_random_init(&random, 5);
+    test->attend = (struct kvk_attend){
+        .items = test->items,
+        .item_count = 1,
+        .query_heads = 4,
+        .kv_heads = 1,
+        .head_size_k = 128,
+        .head_size_v = 128,
+        .block_tokens = 16,
+        .format_q = format,
+        .format_k = format,
+        .format_v = format,
+        .scale = 0.088F,
+        .causal = true,
+    };
+    test->attend.v_offset = gpu_case_k_bytes(&test->attend);
+    test->items[0] = (struct kvk_attend_item){
+        .query_count = 1, .position = 249, .token_count = 250, .page_count = 16};
+    gpu_case_fill_item(test, 0, &random, 0);
+    gpu_case_expect(test);
+}
+
+/* In a process of its own, which the simulator may end. */
+static enum verdict run_with(const struct kvk_sim_faults *faults, enum kvk_sim_order order,
+                             enum kvk_format format)
+{
+    pid_t child = fork();
+
+    cr_assert_geq(child, 0);
+    if (child == 0) {
+        struct gpu_case test;
+        cr_assert_not_null(freopen("/dev/null", "w", stderr));
+        (void)signal(SIGABRT, SIG_DFL);
+        (void)signal(SIGSEGV, SIG_DFL);
+        case_make(&test, format);
+        kvk_sim_order_set(order, 3);
+        kvk_sim_faults_set(faults);
+        int error = attend_case_run(&test, 0);
+        _exit(error == 0 && attend_case_is_right(&test) ? VERDICT_RIGHT : VERDICT_WRONG);
+    }
+    int status;
+    cr_assert_eq(waitpid(child, &status, 0), child);
+    if (WIFSIGNALED(status)) {
+        cr_assert(WTERMSIG(status) == SIGABRT || WTERMSIG(status) == SIGSEGV);
+        return VERDICT_TOLD;
+    }
+    return WEXITSTATUS(status) == VERDICT_RIGHT ? VERDICT_RIGHT : VERDICT_WRONG;
+}
+
+static uint32_t orders_that_notice(const struct kvk_sim_faults *faults, enum kvk_format format)
+{
+    uint32_t count = 0;
+
+    for (int order = KVK_SIM_FORWARD; order <= KVK_SIM_RANDOM; order++) {
+        count += run_with(faults, (enum kvk_sim_order)order, format) != VERDICT_RIGHT;
+    }
+    return count;
+}
+
+/* Barriers of the kernel that this format takes. */
+static uint32_t barriers_of(enum kvk_format format)
+{
+    const struct kvk_sim_faults none = {0};
+    struct gpu_case test;
+
+    case_make(&test, format);
+    kvk_sim_faults_set(&none);
+    cr_assert_eq(attend_case_run(&test, 0), 0);
+    cr_assert(attend_case_is_right(&test));
+    gpu_case_free(&test);
+    return kvk_sim_barrier_count();
+}
+
+/* fp32 goes to the plain kernel, bf16 to the matrix kernel. */
+static const enum kvk_format formats[] = {KVK_FORMAT_FP32, KVK_FORMAT_BF16};
+
+Test(cuda_faults, without_faults_all_is_right)
+{
+    const struct kvk_sim_faults none = {0};
+
+    for (int i = 0; i < 2; i++) {
+        cr_assert_eq(orders_that_notice(&none, formats[i]), 0);
+    }
+}
+
+Test(cuda_faults, every_missing_barrier_is_noticed)
+{
+    for (int i = 0; i < 2; i++) {
+        uint32_t count = barriers_of(formats[i]);
+        cr_assert_geq(count, 5);
+        for (uint32_t barrier = 1; barrier <= count; barrier++) {
+            const struct kvk_sim_faults faults = {.skipped_barrier = barrier};
+            cr_assert_gt(orders_that_notice(&faults, formats[i]), 0,
+                         "format %d: nobody misses barrier %u", (int)formats[i], barrier);
+        }
+    }
+}
+
+Test(cuda_faults, every_divergent_barrier_is_told)
+{
+    for (int i = 0; i < 2; i++) {
+        uint32_t count = barriers_of(formats[i]);
+        for (uint32_t barrier = 1; barrier <= count; barrier++) {
+            const struct kvk_sim_faults faults = {.divergent_barrier = barrier};
+            for (int order = KVK_SIM_FORWARD; order <= KVK_SIM_RANDOM; order++) {
+                cr_assert_eq(run_with(&faults, (enum kvk_sim_order)order, formats[i]), VERDICT_TOLD,
+                             "format %d, barrier %u, order %d", (int)formats[i], barrier, order);
+            }
+        }
+    }
+}
+
+/* A wait that lets one group more stay under way, and groups that are never closed. */
+Test(cuda_faults, missing_waits_are_noticed_in_every_order)
+{
+    const struct kvk_sim_faults faults[] = {{.early_waits = 1}, {.forgotten_close = true}};
+
+    for (int i = 0; i < 2; i++) {
+        cr_assert_eq(orders_that_notice(&faults[i], KVK_FORMAT_BF16), 3, "fault %d", i);
+    }
+}
