@@ -225,7 +225,7 @@ static const struct kvk_option_field events_fields[] = {
      AT(events_batch_ms),
      .fallback = "20 ms",
      .minimum = 1,
-     .maximum = 10000,
+     .maximum = 1000,
      .help = "Events wait so long at most, so that many go in one message."},
     {.name = "remote",
      .kind = KVK_OPTION_BOOL,

@@ -386,7 +386,7 @@ enum kvk_status kvk_events_space_unlocked(struct kvk_cache *cache, uint64_t spac
     if (space == NULL) {
         kvk_unlock(&cache->lock);
         free(result->memory);
-        result->memory = NULL;
+        *result = (struct kvk_event_space){.memory = NULL};
         return KVK_NOT_FOUND;
     }
     memcpy(texts, space->tenant->name, strlen(space->tenant->name));

@@ -19,6 +19,7 @@
 #include "daemon/durable.h"
 #include "daemon/harden.h"
 #include "daemon/http.h"
+#include "daemon/publish.h"
 #include "daemon/rpc.h"
 #include "daemon/server.h"
 #include "daemon/server_watchdog.h"
@@ -239,7 +240,8 @@ static bool configure(struct kvk_config *config, const struct arguments *argumen
     if (kvk_config_check(config, &error) != KVK_OK ||
         (config->http_address[0] != '\0' &&
          kvk_http_check(config->http_address, (enum kvk_http_open)config->http_open, &error) !=
-             KVK_OK)) {
+             KVK_OK) ||
+        kvk_publish_check(config, &error) != KVK_OK) {
         (void)fprintf(stderr, "kvkeepd: %s\n", error.text);
         return false;
     }
@@ -262,6 +264,7 @@ struct house {
     struct kvk_side_socket *side;
     struct kvk_watchdog *watchdog;
     struct kvk_http *http;
+    struct kvk_publisher *publisher;
 };
 
 static enum kvk_status build_server(struct house *house, struct kvk_error *error)
@@ -375,6 +378,10 @@ static enum kvk_status build(struct house *house, struct kvk_error *error)
                                         config->connections, &house->side, error);
     }
     if (status == KVK_OK) {
+        status = kvk_publisher_create(house->cache, config, &house->publisher, error);
+        kvk_rpc_set_publisher(house->rpc, house->publisher);
+    }
+    if (status == KVK_OK) {
         refuse_calls(config); /* before anybody is served */
         status = kvk_server_start(house->server, error);
     }
@@ -405,6 +412,7 @@ static void take_down(struct house *house)
     kvk_watchdog_destroy(house->watchdog);
     kvk_server_destroy(house->server);
     kvk_rpc_destroy(house->rpc);
+    kvk_publisher_destroy(house->publisher);
     kvk_side_socket_destroy(house->side);
     kvk_durable_stop(house->cache);
     kvk_cache_destroy(house->cache);

@@ -66,6 +66,7 @@ static const struct kvk_rpc_method methods[] = {
     STREAM(KVKEEP, Session, KVK_METHOD_BIDI, kvk_rpc_session),
     STREAM(KVKEEP, WriteBlocks, KVK_METHOD_CLIENT_STREAM, kvk_rpc_write_blocks),
     STREAM(KVKEEP, ReadBlocks, KVK_METHOD_SERVER_STREAM, kvk_rpc_read_blocks),
+    STREAM(KVKEEP, WatchBlocks, KVK_METHOD_SERVER_STREAM, kvk_rpc_watch_blocks),
 
     BULK_CALL(ADMIN, GetOccupancy, get_occupancy, kvk_rpc_get_occupancy),
     BULK_CALL(ADMIN, ListSpaces, list_spaces, kvk_rpc_list_spaces),
@@ -338,6 +339,7 @@ enum kvk_status kvk_rpc_create(const struct kvk_rpc_options *options, struct kvk
     }
     kvk_random_secret(made->boot_id, sizeof(made->boot_id));
     kvk_rpc_sessions_init(&made->sessions);
+    kvk_rpc_watches_init(&made->watches);
     bind_methods(made);
     status = kvk_rpc_latencies_create(made, error);
     if (status != KVK_OK) {
@@ -355,6 +357,7 @@ void kvk_rpc_destroy(struct kvk_rpc *rpc)
     }
     kvk_rpc_detach(rpc);
     kvk_rpc_sessions_finish(&rpc->sessions);
+    kvk_rpc_watches_finish(&rpc->watches);
     kvk_auth_limit_finish(&rpc->auth_limit);
     kvk_metrics_destroy(rpc->metrics);
     free(rpc);
@@ -369,6 +372,7 @@ const struct kvk_method *kvk_rpc_methods(const struct kvk_rpc *rpc, uint32_t *me
 static void rpc_drain(void *user_data)
 {
     struct kvk_rpc *rpc = user_data;
+    kvk_rpc_watches_drain(&rpc->watches);
     kvk_rpc_sessions_drain(rpc);
 }
 
@@ -386,11 +390,19 @@ void kvk_rpc_attach(struct kvk_rpc *rpc, struct kvk_cache *cache, struct kvk_ser
     rpc->cache = cache;
     rpc->server = server;
     rpc->device = *device;
+    kvk_rpc_watches_start(rpc);
+}
+
+void kvk_rpc_set_publisher(struct kvk_rpc *rpc, const struct kvk_publisher *publisher)
+{
+    rpc->publisher = publisher;
 }
 
 void kvk_rpc_detach(struct kvk_rpc *rpc)
 {
+    kvk_rpc_watches_join(&rpc->watches);
     kvk_rpc_sessions_join(&rpc->sessions);
     rpc->cache = NULL;
     rpc->server = NULL;
+    rpc->publisher = NULL;
 }

@@ -23,6 +23,7 @@
 #include "daemon/server.h"
 
 struct kvk_rpc;
+struct kvk_publisher;
 
 struct kvk_rpc_options {
     const struct kvk_config *config; /* borrowed for the life of the rpc, as is all below */
@@ -51,6 +52,9 @@ void kvk_rpc_set_callbacks(struct kvk_rpc *rpc, struct kvk_server_options *optio
  */
 void kvk_rpc_attach(struct kvk_rpc *rpc, struct kvk_cache *cache, struct kvk_server *server,
                     const struct kvk_device_info *device);
+
+/* Whose figures the statistics show; borrowed until kvk_rpc_detach(). NULL: none. */
+void kvk_rpc_set_publisher(struct kvk_rpc *rpc, const struct kvk_publisher *publisher);
 
 /* After kvk_server_drain() and before kvk_server_destroy(): nothing here touches the server or the
  * cache after it. */

@@ -76,20 +76,35 @@ struct kvk_rpc_sessions {
     bool drain_thread_runs; /* the thread that drains alone */
 };
 
+/* The streams of WatchBlocks, and the thread that wakes those that have something to tell. */
+struct kvk_rpc_watches {
+    struct kvk_lock lock;
+    pthread_cond_t stop_now;
+    struct kvk_rpc_watch *first;    /* whose calls may be woken; lock */
+    uint32_t count;                 /* lock */
+    atomic_bool end;                /* end them all */
+    atomic_uint_fast64_t snapshots; /* begun, since the start */
+    bool stop;                      /* the thread, too; lock */
+    pthread_t thread;
+    bool thread_runs;
+};
+
 struct kvk_rpc {
     const struct kvk_config *config;
     struct kvk_tenants *tenants;
     struct kvk_audit *audit; /* NULL: none */
     struct kvk_auth_limit auth_limit;
     struct kvk_clock *clock;
-    struct kvk_cache *cache;     /* from kvk_rpc_attach() on */
-    struct kvk_server *server;   /* likewise */
-    struct kvk_metrics *metrics; /* latencies by method; ours */
+    struct kvk_cache *cache;               /* from kvk_rpc_attach() on */
+    struct kvk_server *server;             /* likewise */
+    const struct kvk_publisher *publisher; /* NULL: none */
+    struct kvk_metrics *metrics;           /* latencies by method; ours */
     struct kvk_device_info device;
     char side_path[KVK_PATH_SIZE];
     uint8_t boot_id[KVK_BOOT_ID_SIZE];
     uint64_t start_ns;
     struct kvk_rpc_sessions sessions;
+    struct kvk_rpc_watches watches;
     struct kvk_rpc_bound bound[KVK_RPC_METHODS_MAX]; /* [method_count] */
     struct kvk_method methods[KVK_RPC_METHODS_MAX];
     uint32_t method_count;
@@ -315,5 +330,16 @@ kvk_rpc_read_piece(struct kvk_bytes bytes, struct kvk_write_piece *piece, struct
 void kvk_rpc_session(struct kvk_call *call, void *rpc_bound);
 void kvk_rpc_write_blocks(struct kvk_call *call, void *rpc_bound);
 void kvk_rpc_read_blocks(struct kvk_call *call, void *rpc_bound);
+void kvk_rpc_watch_blocks(struct kvk_call *call, void *rpc_bound);
+
+/* ---- rpc_watch.c ---- */
+
+void kvk_rpc_watches_init(struct kvk_rpc_watches *watches);
+/* With the cache attached; does nothing where there are no events. */
+void kvk_rpc_watches_start(struct kvk_rpc *rpc);
+/* End all streams, in order. */
+void kvk_rpc_watches_drain(struct kvk_rpc_watches *watches);
+void kvk_rpc_watches_join(struct kvk_rpc_watches *watches);
+void kvk_rpc_watches_finish(struct kvk_rpc_watches *watches);
 
 #endif

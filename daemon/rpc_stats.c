@@ -6,6 +6,9 @@
 
 #include "base/clock.h"
 #include "base/metrics.h"
+#include "daemon/cache_state.h"
+#include "daemon/events.h"
+#include "daemon/publish.h"
 #include "daemon/report.h"
 #include "daemon/rpc_private.h"
 
@@ -97,6 +100,42 @@ static void visit_callers(const struct visitor *visitor, struct kvk_rpc *rpc)
     }
 }
 
+/* Where there are events. */
+static void visit_events(const struct visitor *visitor, struct kvk_rpc *rpc)
+{
+    struct kvk_events_stats log;
+    struct kvk_publish_stats published = {.events = 0};
+    if (rpc->cache->events == NULL) {
+        return;
+    }
+    kvk_events_stats_unlocked(rpc->cache, &log);
+    if (rpc->publisher != NULL) {
+        kvk_publisher_stats(rpc->publisher, &published);
+    }
+    kvk_lock(&rpc->watches.lock);
+    uint32_t watchers = rpc->watches.count;
+    kvk_unlock(&rpc->watches.lock);
+    const struct {
+        const char *name;
+        uint64_t value;
+    } rows[] = {
+        {"kvkeep_events_total", log.logged},
+        {"kvkeep_events_kept", log.logged + 1 - log.oldest},
+        {"kvkeep_events_watchers", watchers},
+        {"kvkeep_events_snapshots_total", atomic_load(&rpc->watches.snapshots)},
+        {"kvkeep_events_published_total", published.events},
+        {"kvkeep_events_messages_total", published.messages},
+        {"kvkeep_events_message_bytes_total", published.bytes},
+        {"kvkeep_events_topics", published.topics},
+        {"kvkeep_events_topic_restarts_total", published.restarts},
+        {"kvkeep_events_replays_total", published.replays},
+        {"kvkeep_events_dropped_total", published.dropped},
+    };
+    for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
+        visitor->visit(visitor->context, rows[i].name, (double)rows[i].value);
+    }
+}
+
 /* Of methods that were called. */
 static void visit_latencies(const struct visitor *visitor, const struct kvk_rpc *rpc)
 {
@@ -126,6 +165,7 @@ void kvk_rpc_stats(struct kvk_rpc *rpc,
     const struct visitor visitor = {.visit = visit, .context = context};
     visit_server(&visitor, rpc->server);
     visit_callers(&visitor, rpc);
+    visit_events(&visitor, rpc);
     visit_latencies(&visitor, rpc);
     kvk_report_stats(rpc->cache, visit, context);
 }

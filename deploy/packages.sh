@@ -6,7 +6,8 @@ set -euo pipefail
 packages=(
     cmake ninja-build gcc pkg-config
     libgrpc-dev libprotobuf-c-dev protobuf-c-compiler protobuf-compiler
-    libxxhash-dev liblmdb-dev liburing-dev libssl-dev libjansson-dev libmicrohttpd-dev zlib1g-dev
+    libxxhash-dev liblmdb-dev liburing-dev libssl-dev libjansson-dev libmicrohttpd-dev libzmq3-dev
+    libmsgpack-dev zlib1g-dev
     libunistring-dev
 )
 test_packages=(libcriterion-dev spin gdb fio clang-format clang-tidy python3 python3-venv chromium)

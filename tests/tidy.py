@@ -32,7 +32,7 @@ TEXT = CODE | {".proto", ".py", ".sh", ".cmake", ".txt", ".md"}
 
 # What each room may include, itself among it. daemon/ is two floors: the engine, and above it the
 # files that know calls and messages.
-ABOVE_ENGINE = re.compile(r"daemon/(main|server|rpc|http)[a-z0-9_]*\.[ch]$")
+ABOVE_ENGINE = re.compile(r"daemon/(main|server|rpc|http|publish)[a-z0-9_]*\.[ch]$")
 ENGINE = {"base", "index", "gpu", "hosttier", "engine"}
 MAY_INCLUDE = {
     "base": {"base"},
