@@ -1,14 +1,23 @@
 /*
  * Does a noisy tenant slow a quiet one down? The quiet tenant looks up one cached prompt, call
- * after call; the noisy one has many connections that open, seal, look up, swap and close sequences
- * of fresh prompts as fast as they are answered, which evicts without end. Rounds alone and rounds
- * beside the noise take turns, so that both see the same machine.
+ * after call. The noisy one, with many connections, does what costs the daemon most, as fast as it
+ * is answered: half of its lanes open, seal, look up, swap and close sequences of fresh prompts,
+ * which evicts without end; half look up a cached prompt of 131,072 tokens, over and over.
+ *
+ * What is measured is whom the daemon serves, not whom the system's scheduler runs. So each of the
+ * three has processors of its own, as if it ran on a machine of its own: the noisy client cannot
+ * take the daemon's, and the daemon and the noisy client have the same priority. Where there are
+ * fewer than four processors the two clients share one, and the quiet one goes first there.
+ * --unpinned leaves all to the scheduler. Rounds alone and rounds beside the noise take turns, so
+ * that both see the same machine. On a machine that has other work to do the figures are its own.
  *
  * The noisy tenant has a quota as an operator would set it (a limit of each tier and a rate of
- * requests), or none with --without-quota.
+ * requests), or none with --without-quota: then turns alone keep it in bounds.
  *
  *     bench_noisy [--json] [--kvkeepd PATH] [--connections N] [--rounds N] [--without-quota]
+ *                 [--unpinned]
  */
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -16,7 +25,6 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <threads.h>
@@ -30,6 +38,7 @@
 #define BLOCK_TOKENS 16
 #define QUIET_TOKENS 2048
 #define NOISY_TOKENS 1024
+#define LONG_TOKENS 131072
 #define CALLS_PER_ROUND 500
 #define SETTLE_MS 100 /* between a change and the measuring */
 #define CONNECTIONS_MAX 64
@@ -48,6 +57,51 @@ static void expect_ok(enum kvk_status status, const struct kvk_error *error, con
 {
     if (status != KVK_OK) {
         give_up(what, error->text);
+    }
+}
+
+/*
+ * Who runs where: this process, and those it starts from here on. kvkeepd has all processors but
+ * the last two, where there are four or more, and each client one of these; with fewer the clients
+ * share the last, and the quiet one goes first there.
+ */
+enum place { PLACE_DAEMON, PLACE_QUIET, PLACE_NOISY };
+
+static void place(enum place place)
+{
+    static cpu_set_t processors;
+    size_t last[2] = {0, 0}; /* the last, the one before it */
+    if (CPU_COUNT(&processors) == 0 && sched_getaffinity(0, sizeof(processors), &processors) != 0) {
+        give_up("processors", "cannot be asked for");
+    }
+    if (CPU_COUNT(&processors) < 2) {
+        give_up("processors", "two are needed; with one, --unpinned");
+    }
+    bool apart = CPU_COUNT(&processors) >= 4;
+    for (size_t i = 0; i < CPU_SETSIZE; i++) {
+        if (CPU_ISSET(i, &processors)) {
+            last[1] = last[0];
+            last[0] = i;
+        }
+    }
+    cpu_set_t allowed = processors;
+    if (place == PLACE_DAEMON) {
+        CPU_CLR(last[0], &allowed);
+        if (apart) {
+            CPU_CLR(last[1], &allowed);
+        }
+    } else {
+        CPU_ZERO(&allowed);
+        CPU_SET(last[place == PLACE_QUIET && apart ? 1 : 0], &allowed);
+    }
+    if (sched_setaffinity(0, sizeof(allowed), &allowed) != 0) {
+        give_up("processors", "cannot be chosen");
+    }
+    const struct sched_param first = {.sched_priority = 1};
+    if (place == PLACE_QUIET && !apart && sched_setscheduler(0, SCHED_FIFO, &first) != 0) {
+        (void)fputs("bench_noisy: the quiet client may not go first on its processor: the figures "
+                    "hold what it waits for that, too\n",
+                    stderr);
     }
 }
 
@@ -140,10 +194,11 @@ static struct kvkeep_client *connect_as(const char *target, const char *token)
     return client;
 }
 
-/* 4 KiB a block. Repeated while the rate of requests says no. */
-static void space_open(struct kvkeep_client *client, const char *model, struct kvkeep_space *space)
+/* Of 2 layers, 4 KiB a block. Repeated while the rate of requests says no. */
+static void space_open(struct kvkeep_client *client, const char *model, uint32_t layers,
+                       struct kvkeep_space *space)
 {
-    const struct kvk_geometry geometry = {.layers = 2,
+    const struct kvk_geometry geometry = {.layers = layers,
                                           .kv_heads = 2,
                                           .head_size_k = 16,
                                           .head_size_v = 16,
@@ -175,6 +230,7 @@ struct noise {
     _Atomic bool on;
     _Atomic uint64_t calls;
     _Atomic uint64_t refused;
+    _Atomic uint32_t ready; /* lanes */
 };
 
 struct noisy_lane {
@@ -222,10 +278,37 @@ static void noisy_round(struct noise *noise, struct kvkeep_client *client,
     (void)noisy_count(noise, kvkeep_close(session, &sequence, &error));
 }
 
+/* The long prompt, sealed once. Repeated while the rate of requests says no. */
+static void long_seal(struct kvkeep_client *client, struct kvkeep_session *session,
+                      const struct kvkeep_space *space, const struct kvkeep_prompt *prompt)
+{
+    const struct kvkeep_open_options options = {.leave_last = false};
+    struct kvkeep_sequence sequence;
+    struct kvkeep_lookup found = {.cached_tokens = 0};
+    struct kvk_error error;
+    for (uint32_t ms = 0; found.cached_tokens != LONG_TOKENS; ms += 5) {
+        if (ms > START_MS_MAX) {
+            give_up("the long prompt", "is not sealed");
+        }
+        sleep_ms(5);
+        if (kvkeep_sequence_open(session, space, prompt, &options, &sequence, &error) == KVK_OK) {
+            while (kvkeep_seal(session, &sequence, LONG_TOKENS, true, &error) == KVK_EXHAUSTED) {
+                sleep_ms(5);
+            }
+            expect_ok(kvkeep_close(session, &sequence, &error), &error, "Close");
+        }
+        sleep_ms(5);
+        if (kvkeep_lookup(client, space, prompt, false, &found, &error) != KVK_OK) {
+            found.cached_tokens = 0; /* the rate said no */
+        }
+    }
+}
+
 static int noisy_lane_run(void *argument)
 {
     struct noisy_lane *lane = argument;
-    static _Thread_local uint32_t tokens[NOISY_TOKENS];
+    static _Thread_local uint32_t tokens[LONG_TOKENS];
+    const bool is_long = lane->number % 2 == 1;
     struct kvkeep_client *client = connect_as(lane->target, "noisy-noisy-noisy");
     struct kvkeep_space space;
     struct kvkeep_session *session = NULL;
@@ -233,27 +316,40 @@ static int noisy_lane_run(void *argument)
     struct kvk_error error;
     const struct kvkeep_session_options options = {.name = "noisy", .no_side_socket = true};
     kvk_random_init(&random, lane->number + 1);
-    space_open(client, "noisy", &space);
+    space_open(client, is_long ? "noisy, long" : "noisy", is_long ? 1 : 2, &space);
     expect_ok(kvkeep_session_open(client, &options, &session, &error), &error, "Session");
+    const struct kvkeep_prompt prompt = {.tokens = tokens, .token_count = LONG_TOKENS};
+    if (is_long) {
+        for (uint32_t i = 0; i < LONG_TOKENS; i++) {
+            tokens[i] = i;
+        }
+        long_seal(client, session, &space, &prompt);
+    }
+    atomic_fetch_add(&lane->noise->ready, 1);
     for (;;) {
-        if (atomic_load(&lane->noise->on)) {
-            noisy_round(lane->noise, client, session, &space, tokens, &random);
-        } else {
+        struct kvkeep_lookup found;
+        if (!atomic_load(&lane->noise->on)) {
             sleep_ms(1);
+        } else if (is_long) {
+            (void)noisy_count(lane->noise,
+                              kvkeep_lookup(client, &space, &prompt, false, &found, &error));
+        } else {
+            noisy_round(lane->noise, client, session, &space, tokens, &random);
         }
     }
     return 0;
 }
 
-static pid_t noisy_start(const char *target, uint32_t connections, struct noise *noise)
+static pid_t noisy_start(const char *target, uint32_t connections, bool pinned, struct noise *noise)
 {
     pid_t pid = fork();
     if (pid != 0) {
         return pid;
     }
     (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
-    /* Elsewhere it would run on processors of its own: what is measured is the daemon. */
-    (void)setpriority(PRIO_PROCESS, 0, 19);
+    if (pinned) {
+        place(PLACE_NOISY);
+    }
     static struct noisy_lane lanes[CONNECTIONS_MAX];
     for (uint32_t i = 0; i < connections; i++) {
         thrd_t thread;
@@ -283,7 +379,7 @@ static void quiet_start(struct quiet *quiet, const char *target)
     struct kvkeep_sequence sequence;
     struct kvk_error error;
     quiet->client = connect_as(target, "quiet-quiet-quiet");
-    space_open(quiet->client, "quiet", &quiet->space);
+    space_open(quiet->client, "quiet", 2, &quiet->space);
     for (uint32_t i = 0; i < QUIET_TOKENS; i++) {
         quiet->tokens[i] = i;
     }
@@ -335,43 +431,76 @@ struct names {
     const char *p50, *p99, *ratio, *calls, *refused;
 };
 
-static void measure(struct kvk_report *report, const struct names *names, const char *kvkeepd,
-                    uint32_t connections, uint32_t rounds, bool bounded)
+struct plan {
+    const char *kvkeepd;
+    uint32_t connections;
+    uint32_t rounds;
+    bool bounded;
+    bool pinned;
+};
+
+struct figures {
+    double p50[2][ROUNDS_MAX], p99[2][ROUNDS_MAX]; /* [noise is on] */
+    double ratios[ROUNDS_MAX];
+};
+
+static void rounds_run(const struct plan *plan, struct quiet *quiet, struct noise *noise,
+                       struct figures *figures)
+{
+    (void)quiet_round(quiet);
+    for (uint32_t i = 0; i < plan->rounds; i++) {
+        for (int on = 0; on < 2; on++) {
+            atomic_store(&noise->on, on == 1);
+            sleep_ms(SETTLE_MS);
+            struct round round = quiet_round(quiet);
+            figures->p50[on][i] = round.p50_us;
+            figures->p99[on][i] = round.p99_us;
+        }
+        figures->ratios[i] = figures->p99[1][i] / figures->p99[0][i];
+    }
+    atomic_store(&noise->on, false);
+}
+
+static void report_fill(struct kvk_report *report, const struct names *names, uint32_t rounds,
+                        struct figures *figures, struct noise *noise)
+{
+    kvk_report_ratio(report, names->p50, kvk_report_median(figures->p50[1], rounds), "us",
+                     kvk_report_median(figures->p50[0], rounds));
+    kvk_report_ratio(report, names->p99, kvk_report_median(figures->p99[1], rounds), "us",
+                     kvk_report_median(figures->p99[0], rounds));
+    kvk_report_value(report, names->ratio, kvk_report_median(figures->ratios, rounds), "x");
+    kvk_report_value(report, names->calls, (double)atomic_load(&noise->calls), "calls");
+    kvk_report_value(report, names->refused, (double)atomic_load(&noise->refused), "calls");
+}
+
+static void measure(struct kvk_report *report, const struct names *names, const struct plan *plan)
 {
     char target[64];
-    static double alone50[ROUNDS_MAX], alone99[ROUNDS_MAX], beside50[ROUNDS_MAX];
-    static double beside99[ROUNDS_MAX], ratios[ROUNDS_MAX];
+    static struct figures figures;
+    static struct quiet quiet;
     struct noise *noise =
         mmap(NULL, sizeof(*noise), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (noise == MAP_FAILED) {
         give_up("no memory", "noise");
     }
-    (void)snprintf(target, sizeof(target), "unix:%s/%s", folder, bounded ? "b" : "u");
-    pid_t daemon_pid = daemon_start(kvkeepd, target + strlen("unix:"), bounded);
-    pid_t noisy_pid = noisy_start(target, connections, noise);
-    static struct quiet quiet;
-    quiet_start(&quiet, target);
-    (void)quiet_round(&quiet);
-    for (uint32_t i = 0; i < rounds; i++) {
-        struct round alone = quiet_round(&quiet);
-        atomic_store(&noise->on, true);
-        sleep_ms(SETTLE_MS);
-        struct round beside = quiet_round(&quiet);
-        atomic_store(&noise->on, false);
-        sleep_ms(SETTLE_MS);
-        alone50[i] = alone.p50_us;
-        alone99[i] = alone.p99_us;
-        beside50[i] = beside.p50_us;
-        beside99[i] = beside.p99_us;
-        ratios[i] = beside.p99_us / alone.p99_us;
+    (void)snprintf(target, sizeof(target), "unix:%s/%s", folder, plan->bounded ? "b" : "u");
+    if (plan->pinned) {
+        place(PLACE_DAEMON);
     }
-    kvk_report_ratio(report, names->p50, kvk_report_median(beside50, rounds), "us",
-                     kvk_report_median(alone50, rounds));
-    kvk_report_ratio(report, names->p99, kvk_report_median(beside99, rounds), "us",
-                     kvk_report_median(alone99, rounds));
-    kvk_report_value(report, names->ratio, kvk_report_median(ratios, rounds), "x");
-    kvk_report_value(report, names->calls, (double)atomic_load(&noise->calls), "calls");
-    kvk_report_value(report, names->refused, (double)atomic_load(&noise->refused), "calls");
+    pid_t daemon_pid = daemon_start(plan->kvkeepd, target + strlen("unix:"), plan->bounded);
+    pid_t noisy_pid = noisy_start(target, plan->connections, plan->pinned, noise);
+    if (plan->pinned) {
+        place(PLACE_QUIET);
+    }
+    quiet_start(&quiet, target);
+    for (uint32_t ms = 0; atomic_load(&noise->ready) < plan->connections; ms += 10) {
+        if (ms > START_MS_MAX) {
+            give_up("the noisy tenant", "is not ready");
+        }
+        sleep_ms(10);
+    }
+    rounds_run(plan, &quiet, noise, &figures);
+    report_fill(report, names, plan->rounds, &figures, noise);
     (void)kill(noisy_pid, SIGKILL);
     (void)waitpid(noisy_pid, NULL, 0);
     kvkeep_session_close(quiet.session);
@@ -381,20 +510,28 @@ static void measure(struct kvk_report *report, const struct names *names, const 
     (void)munmap(noise, sizeof(*noise));
 }
 
+static uint32_t number(const char *option, const char *text, uint32_t most)
+{
+    char *end = NULL;
+    unsigned long value = strtoul(text, &end, 10);
+    if (*text == '\0' || *end != '\0' || value == 0 || value > most) {
+        (void)fprintf(stderr, "bench_noisy: %s takes a number from 1 to %u\n", option, most);
+        exit(2);
+    }
+    return (uint32_t)value;
+}
+
 int main(int argc, char **argv)
 {
     static const struct names bounded = {
         "look-up p50 beside a noisy tenant with a quota", "look-up p99 beside it",
         "p99 ratio of paired rounds, median", "calls of the noisy tenant", "of them refused"};
     static const struct names unbounded = {
-        "look-up p50 beside a noisy tenant without any", "look-up p99 beside that",
+        "look-up p50 beside a noisy tenant without any quota", "look-up p99 beside that",
         "p99 ratio of paired rounds, median, no quota", "calls of the noisy tenant, no quota",
         "of them refused, no quota"};
     struct kvk_report report;
-    const char *kvkeepd = NULL;
-    unsigned long connections = 16;
-    unsigned long rounds = 21;
-    bool without = false;
+    struct plan plan = {.connections = 16, .rounds = 21, .bounded = true, .pinned = true};
     kvk_report_init(&report, "noisy");
     for (int i = 1; i < argc; i++) {
         if (kvk_report_option(&report, argv[i])) {
@@ -402,30 +539,28 @@ int main(int argc, char **argv)
         }
         bool has_value = i + 1 < argc;
         if (strcmp(argv[i], "--kvkeepd") == 0 && has_value) {
-            kvkeepd = argv[++i];
+            plan.kvkeepd = argv[++i];
         } else if (strcmp(argv[i], "--connections") == 0 && has_value) {
-            connections = strtoul(argv[++i], NULL, 10);
+            plan.connections = number(argv[i], argv[i + 1], CONNECTIONS_MAX);
+            i++;
         } else if (strcmp(argv[i], "--rounds") == 0 && has_value) {
-            rounds = strtoul(argv[++i], NULL, 10);
+            plan.rounds = number(argv[i], argv[i + 1], ROUNDS_MAX);
+            i++;
         } else if (strcmp(argv[i], "--without-quota") == 0) {
-            without = true;
+            plan.bounded = false;
+        } else if (strcmp(argv[i], "--unpinned") == 0) {
+            plan.pinned = false;
         } else {
             (void)fputs("usage: bench_noisy [--json] [--kvkeepd PATH] [--connections N] "
-                        "[--rounds N] [--without-quota]\n",
+                        "[--rounds N] [--without-quota] [--unpinned]\n",
                         stderr);
             return 2;
         }
     }
-    if (connections == 0 || connections > CONNECTIONS_MAX || rounds == 0 || rounds > ROUNDS_MAX) {
-        (void)fprintf(stderr, "bench_noisy: 1 to %d connections, 1 to %d rounds\n", CONNECTIONS_MAX,
-                      ROUNDS_MAX);
-        return 2;
-    }
     if (mkdtemp(folder) == NULL) {
         give_up("no temporary folder", folder);
     }
-    measure(&report, without ? &unbounded : &bounded, kvkeepd, (uint32_t)connections,
-            (uint32_t)rounds, !without);
+    measure(&report, plan.bounded ? &bounded : &unbounded, &plan);
     char command[128];
     (void)snprintf(command, sizeof(command), "rm -rf -- %s", folder);
     if (system(command) != 0) {

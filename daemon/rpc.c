@@ -120,6 +120,10 @@ enum kvk_status kvk_rpc_run_begin(struct kvk_rpc_run *run, const struct kvk_rpc_
     if (run->memory == NULL) {
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for the call");
     }
+    if (bound->method->kind == KVK_METHOD_UNARY && kvk_call_caller(call) != NULL) {
+        run->caller.credential = kvk_call_caller(call);
+        return KVK_OK; /* kvk_rpc_call_owner() has asked already */
+    }
     return kvk_rpc_authenticate(bound->rpc, call, &run->caller.credential, error);
 }
 
@@ -300,6 +304,7 @@ static void bind_methods(struct kvk_rpc *rpc)
         const struct kvk_rpc_method *method = &methods[i];
         rpc->bound[i] =
             (struct kvk_rpc_bound){.rpc = rpc, .method = method, .rated = kvk_rpc_is_rated(method)};
+        kvk_rpc_owner_bind(&rpc->bound[i]);
         struct kvk_method *target = &rpc->methods[i];
         target->path = method->path;
         target->kind = method->kind;
@@ -380,6 +385,8 @@ void kvk_rpc_set_callbacks(struct kvk_rpc *rpc, struct kvk_server_options *optio
 {
     options->error_details = kvk_rpc_error_details;
     options->on_drain = rpc_drain;
+    options->call_owner = kvk_rpc_call_owner;
+    options->owner_count = KVK_RPC_OWNERS;
     options->user_data = rpc;
     options->descriptor_set.data = kvk_descriptor_set(&options->descriptor_set.size_bytes);
 }

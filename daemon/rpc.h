@@ -5,6 +5,7 @@
  *     rpc.c           the method table, and the way that every unary call goes
  *     rpc_wire.c      bytes of messages: bounded before they are unpacked, memory per thread
  *     rpc_caller.c    who calls
+ *     rpc_owner.c     by whom calls take turns
  *     rpc_check.c     values of requests: checked in one place, each error names its field
  *     rpc_space.c, rpc_lookup.c, rpc_sequence.c, rpc_bytes.c, rpc_session.c, rpc_attend.c,
  *     rpc_admin.c, rpc_stats.c, rpc_tenants.c, rpc_test.c    the calls, by subject

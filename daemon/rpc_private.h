@@ -61,6 +61,8 @@ struct kvk_rpc_bound {
     const struct kvk_rpc_method *method;
     struct kvk_histogram *latency; /* of unary calls, in ns; the registry's */
     bool rated;                    /* the rate of its tenant's requests is asked first */
+    uint32_t session_field;        /* number of the request's session_id; 0: it has none */
+    uint32_t space_field;          /* … of its space_id */
 };
 
 #define KVK_RPC_METHODS_MAX 64
@@ -158,6 +160,17 @@ KVK_CHECKED enum kvk_status kvk_rpc_require_admin(const struct kvk_rpc_run *run,
 /* Note an administrative call and how it ended, before it is answered. */
 void kvk_rpc_audit(struct kvk_rpc_run *run, const char *object, const char *details,
                    enum kvk_status status, const struct kvk_error *error);
+
+/* ---- rpc_owner.c: by whom calls take turns ---- */
+
+/* A tenant's place in the tables, and one more for admins that act for none. */
+#define KVK_RPC_OWNERS (KVK_TENANT_COUNT_MAX + 1)
+
+void kvk_rpc_owner_bind(struct kvk_rpc_bound *bound);
+/* See kvk_server_options.call_owner. The credential rides with the call, so that nobody asks again.
+ */
+enum kvk_status kvk_rpc_call_owner(struct kvk_call *call, void *rpc_bound, uint32_t *owner,
+                                   struct kvk_error *error);
 
 /* ---- rpc_usage.c ---- */
 

@@ -62,6 +62,7 @@ static void visit_server(const struct visitor *visitor, struct kvk_server *serve
     } rows[] = {
         {"kvkeep_calls_total", counts.calls},
         {"kvkeep_calls_refused_total", counts.calls_refused},
+        {"kvkeep_calls_of_one_tenant_refused_total", counts.calls_of_one_refused},
         {"kvkeep_calls_unknown_total", counts.calls_unknown},
         {"kvkeep_calls_cancelled_total", counts.calls_cancelled},
         {"kvkeep_connections_total", counts.connections},

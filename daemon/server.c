@@ -24,6 +24,7 @@
 #define CHANNEL_ARGUMENTS_MAX 16
 #define UNKNOWN_QUEUE_DEPTH 2
 #define HANDSHAKE_TIMEOUT_MS 10000
+#define LOOKS_MAX 64 /* at what comes in, while a call waits for its turn */
 
 void kvk_server_options_init(struct kvk_server_options *options)
 {
@@ -41,6 +42,9 @@ void kvk_server_options_init(struct kvk_server_options *options)
     options->bulk_threads = 2;
     options->spin_us = 0;
     options->drain_grace_ms = 5000;
+    options->owner_count = 1;
+    options->owner_calls_max = options->live_calls_max;
+    options->owner_threads_max = KVK_SERVER_BULK_THREADS_MAX;
 }
 
 /* ---- options ---- */
@@ -74,6 +78,9 @@ static enum kvk_status options_check(const struct kvk_server_options *options,
         {"send_queue_max", options->send_queue_max, 1, 65536},
         {"bulk_threads", options->bulk_threads, 1, KVK_SERVER_BULK_THREADS_MAX},
         {"spin_us", options->spin_us, 0, 1000000},
+        {"owner_count", options->owner_count, 1, 1u << 20},
+        {"owner_calls_max", options->owner_calls_max, 1, 1u << 20},
+        {"owner_threads_max", options->owner_threads_max, 1, KVK_SERVER_BULK_THREADS_MAX},
     };
     for (size_t i = 0; i < sizeof(ranges) / sizeof(ranges[0]); i++) {
         enum kvk_status status =
@@ -131,17 +138,37 @@ static grpc_event queue_next(struct kvk_server *server, uint64_t *last_event_ns)
     return event;
 }
 
+/*
+ * While calls wait for their turn, what has come in meanwhile is looked at between any two of them,
+ * for it may be of an owner that goes first; but not for ever, since every look may bring more.
+ */
 static void *lookup_run(void *argument)
 {
     struct kvk_server *server = argument;
     uint64_t last_event_ns = 0;
+    uint32_t looked = 0;
     for (;;) {
-        grpc_event event = queue_next(server, &last_event_ns);
+        bool waiting = server->calls.fair.waiting_count > 0;
+        grpc_event event = {.type = GRPC_QUEUE_TIMEOUT};
+        if (!waiting) {
+            event = queue_next(server, &last_event_ns);
+        } else if (looked < LOOKS_MAX && !kvk_fair_is_fresh(&server->calls.fair)) {
+            event =
+                grpc_completion_queue_next(server->queue, gpr_inf_past(GPR_CLOCK_MONOTONIC), NULL);
+            if (event.type == GRPC_QUEUE_TIMEOUT && kvk_connections_unread(&server->connections)) {
+                looked++;
+                continue; /* a part of a message was read, others wait */
+            }
+        }
+        looked++;
         atomic_fetch_add_explicit(&server->turns, 1, memory_order_relaxed);
         if (event.type == GRPC_QUEUE_SHUTDOWN) {
+            KVK_ASSERT(!waiting);
             return NULL;
         }
         if (event.type == GRPC_QUEUE_TIMEOUT) {
+            looked = 0;
+            (void)kvk_calls_serve_one(server);
             continue;
         }
         KVK_ASSERT(event.type == GRPC_OP_COMPLETE);
@@ -223,9 +250,13 @@ static enum kvk_status methods_add(struct kvk_server *server, const struct kvk_m
     }
     for (uint32_t i = 0; i < own_count && status == KVK_OK; i++) {
         status = method_add(server, &own[i], error);
+        if (status == KVK_OK) {
+            server->methods[server->method_count - 1].own = true;
+        }
     }
     /* Without a catch-all an unknown method would hang until the client's deadline. */
     server->unknown.server = server;
+    server->unknown.own = true;
     server->unknown.method.path = "(unknown)";
     server->unknown.method.kind = KVK_METHOD_UNARY;
     server->unknown.method.class = KVK_CLASS_INLINE;
@@ -281,12 +312,15 @@ static enum kvk_status server_init(struct kvk_server *server,
     server->options = *options;
     kvk_lock_init(&server->drain_lock);
     kvk_condition_init(&server->drain_progress);
-    kvk_lock_init(&server->calls.lock);
-    kvk_lock_init(&server->bulk.lock);
-    kvk_condition_init(&server->bulk.work);
     kvk_health_init(&server->health);
     server->tag_shutdown.run = server_shutdown_done;
-    return kvk_connections_init(&server->connections, error);
+    enum kvk_status calls = kvk_calls_init(server, error);
+    enum kvk_status bulk = kvk_bulk_init(&server->bulk, options, error);
+    enum kvk_status connections = kvk_connections_init(&server->connections, error);
+    if (calls != KVK_OK || bulk != KVK_OK) { /* all are begun, so that all can be finished */
+        return calls != KVK_OK ? calls : bulk;
+    }
+    return connections;
 }
 
 static enum kvk_status tls_init(struct kvk_server *server, struct kvk_error *error)
@@ -484,8 +518,7 @@ void kvk_server_destroy(struct kvk_server *server)
     }
     kvk_reflection_destroy(server->reflection);
     kvk_health_finish(&server->health);
-    kvk_lock_finish(&server->bulk.lock);
-    (void)pthread_cond_destroy(&server->bulk.work);
+    kvk_bulk_finish(&server->bulk);
     kvk_lock_finish(&server->drain_lock);
     (void)pthread_cond_destroy(&server->drain_progress);
     free(server);
@@ -497,6 +530,7 @@ void kvk_server_stats(struct kvk_server *server, struct kvk_server_stats *stats)
 {
     stats->calls = atomic_load(&server->calls.call_count);
     stats->calls_refused = atomic_load(&server->calls.refused_count);
+    stats->calls_of_one_refused = atomic_load(&server->calls.one_refused_count);
     stats->calls_unknown = atomic_load(&server->calls.unknown_count);
     stats->calls_cancelled = atomic_load(&server->calls.cancelled_count);
     stats->connections = atomic_load(&server->connections.accepted_count);

@@ -126,7 +126,21 @@ struct kvk_server_options {
     uint32_t send_queue_max;  /* messages of one stream that wait to be sent */
     uint32_t bulk_threads;    /* at least 1 */
     uint32_t spin_us;         /* the look-up thread polls this long before it sleeps; 0: never */
-    uint32_t drain_grace_ms;  /* calls that run may end themselves within it */
+
+    /*
+     * Turns: calls wait in a queue per owner, and owners are served by turns of time (see
+     * server_fair.h). Without call_owner all calls have one owner.
+     *
+     * call_owner says whose a new call is: a number below owner_count. It is asked once, on the
+     * look-up thread, before the call waits; `user_data` is its method's. It must be quick. Where
+     * it fails, the call is failed with its error and given to nobody.
+     */
+    enum kvk_status (*call_owner)(struct kvk_call *call, void *user_data, uint32_t *owner,
+                                  struct kvk_error *error);
+    uint32_t owner_count;       /* 1 */
+    uint32_t owner_calls_max;   /* of one owner at a time, that wait or run; bidi streams apart */
+    uint32_t owner_threads_max; /* bulk threads that calls of one owner take at a time */
+    uint32_t drain_grace_ms;    /* calls that run may end themselves within it */
 
     /*
      * Pack what travels as grpc-status-details-bin beside a failure (a google.rpc.Status), for
@@ -184,11 +198,12 @@ void kvk_server_drain(struct kvk_server *server);
 void kvk_server_destroy(struct kvk_server *server);
 
 struct kvk_server_stats {
-    uint64_t calls;           /* handed to handlers, since start */
-    uint64_t calls_refused;   /* over a limit */
-    uint64_t calls_unknown;   /* methods that are not there */
-    uint64_t calls_cancelled; /* by the client, its deadline or its loss */
-    uint64_t connections;     /* accepted, since start */
+    uint64_t calls;                /* handed to handlers, since start */
+    uint64_t calls_refused;        /* over a limit */
+    uint64_t calls_of_one_refused; /* of them, over owner_calls_max */
+    uint64_t calls_unknown;        /* methods that are not there */
+    uint64_t calls_cancelled;      /* by the client, its deadline or its loss */
+    uint64_t connections;          /* accepted, since start */
     uint64_t connections_refused;
     uint64_t turns; /* of the look-up thread: at least one a second while it lives */
     uint32_t live_calls;
@@ -255,6 +270,10 @@ uint64_t kvk_call_deadline_ns(struct kvk_call *call);
 /* The client is gone, has cancelled, or its deadline is over. Known at once only for streams and
  * calls with kvk_call_on_cancel(). */
 bool kvk_call_is_cancelled(struct kvk_call *call);
+
+/* What call_owner found out about the caller rides with the call; NULL: nothing. */
+void kvk_call_set_caller(struct kvk_call *call, const void *caller);
+const void *kvk_call_caller(struct kvk_call *call);
 
 /* A pointer of the handler's that rides with the call; NULL at first. */
 void kvk_call_set_context(struct kvk_call *call, void *context);

@@ -97,6 +97,12 @@ static void table_clear(struct kvk_connections *connections, struct kvk_connecti
     kvk_unlock(&connections->lock);
 }
 
+bool kvk_connections_unread(const struct kvk_connections *connections)
+{
+    struct epoll_event event;
+    return epoll_wait(connections->unread_fd, &event, 1, 0) > 0;
+}
+
 /* ---- one connection ---- */
 
 /* A descriptor that stands for the peer's process, whatever happens to its number. */
@@ -164,6 +170,7 @@ static void connection_close(struct kvk_server *server, struct kvk_connection *c
     struct kvk_connections *connections = &server->connections;
     /* Closing alone would not end the watch: gRPC's descriptor is of the same open socket. */
     (void)epoll_ctl(connections->epoll_fd, EPOLL_CTL_DEL, connection->watch_fd, NULL);
+    (void)epoll_ctl(connections->unread_fd, EPOLL_CTL_DEL, connection->watch_fd, NULL);
     (void)close(connection->watch_fd);
     connection->watch_fd = -1;
     table_clear(connections, connection);
@@ -209,6 +216,9 @@ static void connection_open(struct kvk_server *server, int fd, enum kvk_peer_kin
         table_clear(connections, connection);
         goto refuse_connection;
     }
+    /* Where there is no memory for this, turns are found out a little later: no more. */
+    event.events = EPOLLIN;
+    (void)epoll_ctl(connections->unread_fd, EPOLL_CTL_ADD, connection->watch_fd, &event);
     connection_link(connections, connection);
     atomic_fetch_add(&connections->accepted_count, 1);
     grpc_server_credentials *credentials = grpc_insecure_server_credentials_create();
@@ -309,8 +319,9 @@ enum kvk_status kvk_connections_init(struct kvk_connections *connections, struct
     kvk_lock_init(&connections->lock);
     connections->lock_fd = -1;
     connections->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    connections->unread_fd = epoll_create1(EPOLL_CLOEXEC);
     connections->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (connections->epoll_fd < 0 || connections->wake_fd < 0) {
+    if (connections->epoll_fd < 0 || connections->unread_fd < 0 || connections->wake_fd < 0) {
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no descriptors: %s",
                         strerror(errno));
     }
@@ -359,6 +370,9 @@ void kvk_connections_finish(struct kvk_server *server)
     free(connections->by_fd);
     if (connections->epoll_fd >= 0) {
         (void)close(connections->epoll_fd);
+    }
+    if (connections->unread_fd >= 0) {
+        (void)close(connections->unread_fd);
     }
     if (connections->wake_fd >= 0) {
         (void)close(connections->wake_fd);

@@ -1,33 +1,70 @@
 /*
  * The bulk threads: handlers and callbacks that may block or work long. A call waits in the queue
- * at most once, so the limit of live calls bounds it.
+ * at most once, so the limit of live calls bounds it; owners take turns there.
  */
 #include "daemon/server_private.h"
 
+#include <sched.h>
+
 #include "base/assert.h"
+#include "base/clock.h"
+
+#define BULK_QUANTUM_NS KVK_NS_PER_MS
+
+static struct kvk_call *call_of_turn(struct kvk_fair_item *item)
+{
+    return (struct kvk_call *)(void *)((char *)item - offsetof(struct kvk_call, turn));
+}
 
 static void *bulk_run(void *argument)
 {
     struct kvk_bulk *bulk = argument;
+    /* Once awake it competes like any other thread, but it does not push the look-up thread off its
+     * processor by waking up. Where the system says no, it is as without. */
+    const struct sched_param none = {.sched_priority = 0};
+    (void)sched_setscheduler(0, SCHED_BATCH, &none);
+    kvk_lock(&bulk->lock);
     for (;;) {
-        kvk_lock(&bulk->lock);
-        while (bulk->first == NULL && !bulk->stop) {
-            (void)kvk_condition_wait(&bulk->work, &bulk->lock, UINT64_MAX);
+        struct kvk_fair_item *item = kvk_fair_take(&bulk->fair);
+        if (item == NULL && bulk->stop) {
+            break;
         }
-        struct kvk_call *call = bulk->first;
-        if (call != NULL) {
-            bulk->first = call->next;
-            if (bulk->first == NULL) {
-                bulk->last = NULL;
-            }
-            call->next = NULL;
+        if (item == NULL) {
+            (void)kvk_condition_wait(&bulk->work, &bulk->lock, UINT64_MAX);
+            continue;
         }
         kvk_unlock(&bulk->lock);
-        if (call == NULL) {
-            return NULL;
+        uint32_t owner = item->owner;
+        uint64_t begun_ns = kvk_clock_now(kvk_clock_monotonic());
+        kvk_call_run_bulk(call_of_turn(item)); /* which may be gone now, and wait here again */
+        uint64_t took_ns = kvk_clock_now(kvk_clock_monotonic()) - begun_ns;
+        kvk_lock(&bulk->lock);
+        /* Others of the owner may be taken now: by this thread or, where it takes one of another
+         * owner, by one that sleeps. */
+        if (kvk_fair_end(&bulk->fair, owner, took_ns)) {
+            (void)pthread_cond_signal(&bulk->work);
         }
-        kvk_call_run_bulk(call);
     }
+    kvk_unlock(&bulk->lock);
+    return NULL;
+}
+
+enum kvk_status kvk_bulk_init(struct kvk_bulk *bulk, const struct kvk_server_options *options,
+                              struct kvk_error *error)
+{
+    uint32_t threads_max = options->owner_threads_max < options->bulk_threads
+                               ? options->owner_threads_max
+                               : options->bulk_threads;
+    kvk_lock_init(&bulk->lock);
+    kvk_condition_init(&bulk->work);
+    return kvk_fair_init(&bulk->fair, options->owner_count, threads_max, BULK_QUANTUM_NS, error);
+}
+
+void kvk_bulk_finish(struct kvk_bulk *bulk)
+{
+    kvk_fair_finish(&bulk->fair);
+    kvk_lock_finish(&bulk->lock);
+    (void)pthread_cond_destroy(&bulk->work);
 }
 
 enum kvk_status kvk_bulk_start(struct kvk_bulk *bulk, uint32_t thread_count,
@@ -50,13 +87,7 @@ void kvk_bulk_push(struct kvk_bulk *bulk, struct kvk_call *call)
 {
     kvk_lock(&bulk->lock);
     KVK_ASSERT(!bulk->stop);
-    call->next = NULL;
-    if (bulk->last == NULL) {
-        bulk->first = call;
-    } else {
-        bulk->last->next = call;
-    }
-    bulk->last = call;
+    kvk_fair_add(&bulk->fair, &call->turn, call->owner);
     (void)pthread_cond_signal(&bulk->work);
     kvk_unlock(&bulk->lock);
 }
@@ -71,5 +102,5 @@ void kvk_bulk_stop(struct kvk_bulk *bulk)
         (void)pthread_join(bulk->threads[i], NULL);
     }
     bulk->thread_count = 0;
-    KVK_ASSERT(bulk->first == NULL);
+    KVK_ASSERT(bulk->fair.waiting_count == 0);
 }

@@ -23,6 +23,19 @@ static void call_new(struct kvk_tag *tag, bool ok);
 static void call_received(struct kvk_tag *tag, bool ok);
 static void call_closed(struct kvk_tag *tag, bool ok);
 
+#define INLINE_QUANTUM_NS UINT64_C(100000)
+
+enum kvk_status kvk_calls_init(struct kvk_server *server, struct kvk_error *error)
+{
+    const uint32_t owner_count = server->options.owner_count;
+    kvk_lock_init(&server->calls.lock);
+    server->calls.owner_live = calloc(owner_count, sizeof(*server->calls.owner_live));
+    if (server->calls.owner_live == NULL) {
+        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for the server");
+    }
+    return kvk_fair_init(&server->calls.fair, owner_count, 1, INLINE_QUANTUM_NS, error);
+}
+
 /* ---- from the free list and back ---- */
 
 static struct kvk_call *call_take(struct kvk_server *server)
@@ -100,6 +113,8 @@ void kvk_calls_finish(struct kvk_server *server)
         kvk_lock_finish(&call->lock);
         free(call);
     }
+    kvk_fair_finish(&server->calls.fair);
+    free(server->calls.owner_live);
     kvk_lock_finish(&server->calls.lock);
 }
 
@@ -110,6 +125,9 @@ void kvk_calls_arm(struct kvk_server_method *method)
     call->method = method;
     call->connection = NULL;
     call->call = NULL;
+    call->owner = 0;
+    call->owner_counted = false;
+    call->caller = NULL;
     call->close_cancelled = 0;
     atomic_store_explicit(&call->cancelled, false, memory_order_relaxed);
     call->context = NULL;
@@ -173,6 +191,9 @@ void kvk_call_release(struct kvk_call *call)
     }
     grpc_call_unref(call->call);
     atomic_fetch_sub(&call->method->live_count, 1);
+    if (call->owner_counted) {
+        atomic_fetch_sub(&server->calls.owner_live[call->owner], 1);
+    }
     call_give(call);
     atomic_fetch_sub(&server->calls.live_count, 1);
     kvk_server_drain_notify(server);
@@ -361,6 +382,63 @@ static enum kvk_status call_admit(struct kvk_call *call, uint32_t live, uint32_t
     return KVK_OK;
 }
 
+/* Whose it is, and whether that one may have one more. */
+static enum kvk_status call_find_owner(struct kvk_call *call, struct kvk_error *error)
+{
+    struct kvk_server *server = call->server;
+    const struct kvk_method *method = &call->method->method;
+    /* The standard services are everybody's, and so is what they cost. */
+    if (server->options.call_owner != NULL && !call->method->own) {
+        enum kvk_status status =
+            server->options.call_owner(call, method->user_data, &call->owner, error);
+        if (status != KVK_OK) {
+            return status;
+        }
+        KVK_ASSERT(call->owner < server->options.owner_count);
+    }
+    if (call->method->own || method->kind == KVK_METHOD_BIDI) {
+        return KVK_OK; /* they last as long as their client wants */
+    }
+    call->owner_counted = true;
+    uint32_t live = atomic_fetch_add(&server->calls.owner_live[call->owner], 1) + 1;
+    if (live <= server->options.owner_calls_max) {
+        return KVK_OK;
+    }
+    atomic_fetch_add(&server->calls.refused_count, 1);
+    atomic_fetch_add(&server->calls.one_refused_count, 1);
+    (void)kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_TENANT_LIMIT, "tenant_calls", live,
+                         server->options.owner_calls_max, "too many calls of one tenant at a time");
+    kvk_error_retry(error, 10);
+    return KVK_EXHAUSTED;
+}
+
+/* To the queue of the thread, or threads, that will run it. */
+static void call_queue(struct kvk_call *call)
+{
+    struct kvk_server *server = call->server;
+    if (call->method->method.class == KVK_CLASS_BULK) {
+        kvk_bulk_push(&server->bulk, call);
+    } else {
+        kvk_fair_add(&server->calls.fair, &call->turn, call->owner);
+    }
+}
+
+bool kvk_calls_serve_one(struct kvk_server *server)
+{
+    struct kvk_fair_item *item = kvk_fair_take(&server->calls.fair);
+    if (item == NULL) {
+        return false;
+    }
+    struct kvk_call *call = CALL_OF(turn, item);
+    uint32_t owner = item->owner;
+    uint64_t begun_ns = kvk_clock_now(kvk_clock_monotonic());
+    call->begun = true;
+    call_dispatch(call, false); /* it may be gone now, and serve another */
+    uint64_t took_ns = kvk_clock_now(kvk_clock_monotonic()) - begun_ns;
+    (void)kvk_fair_end(&server->calls.fair, owner, took_ns);
+    return true;
+}
+
 static void call_new(struct kvk_tag *tag, bool ok)
 {
     struct kvk_call *call = CALL_OF(tag_new, tag);
@@ -383,18 +461,17 @@ static void call_new(struct kvk_tag *tag, bool ok)
     call->connection = kvk_call_find_connection(call);
 
     struct kvk_error error;
-    if (call_admit(call, live, method_live, &error) != KVK_OK) {
+    enum kvk_status status = call_admit(call, live, method_live, &error);
+    if (status == KVK_OK) {
+        status = call_find_owner(call, &error);
+    }
+    if (status != KVK_OK) {
         kvk_call_fail(call, &error);
         kvk_call_release(call);
         return;
     }
     atomic_fetch_add_explicit(&server->calls.call_count, 1, memory_order_relaxed);
-    if (method->method.class == KVK_CLASS_BULK) {
-        kvk_bulk_push(&server->bulk, call);
-    } else {
-        call->begun = true;
-        call_dispatch(call, false);
-    }
+    call_queue(call);
 }
 
 /*
@@ -525,6 +602,16 @@ bool kvk_call_is_cancelled(struct kvk_call *call)
 {
     return atomic_load(&call->cancelled) ||
            kvk_call_deadline_ns(call) <= kvk_clock_now(kvk_clock_monotonic());
+}
+
+void kvk_call_set_caller(struct kvk_call *call, const void *caller)
+{
+    call->caller = caller;
+}
+
+const void *kvk_call_caller(struct kvk_call *call)
+{
+    return call->caller;
 }
 
 void kvk_call_set_context(struct kvk_call *call, void *context)

@@ -2,8 +2,8 @@
  * What the files of the server share: server.c (life of the whole), server_socket.c (listeners and
  * the lock file), server_accept.c (connections), server_call.c (calls and their callbacks),
  * server_send.c (what goes out), server_tls.c (certificates), server_peer.c (who is at the other
- * end), server_bulk.c (bulk threads), server_health.c and server_reflection.c (standard services,
- * as methods like any other).
+ * end), server_bulk.c (bulk threads), server_fair.c (whose turn it is), server_health.c and
+ * server_reflection.c (standard services, as methods like any other).
  *
  * Locks, in the order they may be taken: health.lock, call->lock, then one of bulk.lock,
  * connections.lock, calls.lock, drain_lock. None is held while gRPC is called or a handler runs.
@@ -18,6 +18,7 @@
 
 #include "base/lock.h"
 #include "daemon/server.h"
+#include "daemon/server_fair.h"
 
 #define KVK_SERVER_HEALTH_SERVICES_MAX 8
 #define KVK_SERVER_WATCHERS_MAX 64
@@ -62,7 +63,8 @@ struct kvk_connections {
     ino_t socket_inode; /* the socket file that is ours to remove; 0: none */
 
     int epoll_fd;
-    int wake_fd; /* eventfd: stop accepting, stop the thread */
+    int unread_fd; /* an epoll of all connections: has any of them bytes that gRPC has not read? */
+    int wake_fd;   /* eventfd: stop accepting, stop the thread */
     pthread_t thread;
     bool thread_runs;
     atomic_bool stop_accepting;
@@ -74,7 +76,7 @@ struct kvk_connections {
 struct kvk_bulk {
     struct kvk_lock lock;
     pthread_cond_t work;
-    struct kvk_call *first, *last; /* a call waits here at most once, so live calls bound it */
+    struct kvk_fair fair; /* a call waits here at most once, so live calls bound it */
     bool stop;
     pthread_t threads[KVK_SERVER_BULK_THREADS_MAX];
     uint32_t thread_count;
@@ -86,6 +88,7 @@ struct kvk_server_method {
     struct kvk_method method;
     struct kvk_server *server;
     void *registered; /* gRPC's; NULL: the catch-all */
+    bool own;         /* of a standard service */
     atomic_uint live_count;
 };
 
@@ -112,8 +115,13 @@ struct kvk_call {
     struct kvk_server *server;
     struct kvk_server_method *method;
     struct kvk_connection *connection; /* of TLS: one that stands for all */
-    struct kvk_call *next;             /* in the free list or the bulk queue */
+    struct kvk_call *next;             /* in the free list */
+    struct kvk_fair_item turn;         /* in the queue of its thread, or its threads */
     atomic_uint references;
+
+    uint32_t owner;     /* below options.owner_count */
+    bool owner_counted; /* in calls.owner_live */
+    const void *caller; /* call_owner's */
 
     grpc_call *call;
     gpr_timespec deadline;
@@ -170,7 +178,10 @@ struct kvk_calls {
     atomic_uint armed_count; /* calls that gRPC may still hand over */
     atomic_ulong call_count;
     atomic_ulong refused_count;
+    atomic_ulong one_refused_count; /* of them, for the limit of one owner */
     atomic_ulong unknown_count;
+    atomic_uint *owner_live; /* [options.owner_count] calls that wait or run; ours */
+    struct kvk_fair fair;    /* INLINE calls that wait for the look-up thread; its alone */
     atomic_ulong cancelled_count;
 };
 
@@ -249,6 +260,8 @@ void kvk_connections_finish(struct kvk_server *server);
 /* The open connection that has this descriptor, with a reference; NULL: none (any more). */
 struct kvk_connection *kvk_connection_find(struct kvk_connections *connections, int fd);
 void kvk_connection_release(struct kvk_connection *connection);
+/* Have bytes come in that gRPC has not read yet? Those of TLS are not seen. */
+bool kvk_connections_unread(const struct kvk_connections *connections);
 
 /* server_tls.c */
 KVK_CHECKED enum kvk_status kvk_tls_create(const struct kvk_tls_options *options,
@@ -263,12 +276,19 @@ struct kvk_connection *kvk_call_find_connection(struct kvk_call *call);
 void kvk_peer_address(struct kvk_peer *peer, int fd);
 
 /* server_bulk.c */
+KVK_CHECKED enum kvk_status kvk_bulk_init(struct kvk_bulk *bulk,
+                                          const struct kvk_server_options *options,
+                                          struct kvk_error *error);
+void kvk_bulk_finish(struct kvk_bulk *bulk);
 KVK_CHECKED enum kvk_status kvk_bulk_start(struct kvk_bulk *bulk, uint32_t thread_count,
                                            struct kvk_error *error);
 void kvk_bulk_push(struct kvk_bulk *bulk, struct kvk_call *call);
 void kvk_bulk_stop(struct kvk_bulk *bulk); /* the queue is empty */
 
 /* server_call.c */
+KVK_CHECKED enum kvk_status kvk_calls_init(struct kvk_server *server, struct kvk_error *error);
+/* The look-up thread: serve the INLINE call whose turn it is. False: none waits. */
+bool kvk_calls_serve_one(struct kvk_server *server);
 void kvk_calls_arm(struct kvk_server_method *method);
 void kvk_calls_finish(struct kvk_server *server);
 /* On a bulk thread, what kvk_bulk_push() brought there. */

@@ -28,6 +28,7 @@ struct kvk_call {
     size_t reply_bytes;
     bool reply_made;
     void *context;
+    const void *caller; /* NULL: each handler asks for itself */
     const struct kvk_stream_events *events;
     void (*on_done)(void *context);
     void (*deferred)(struct kvk_call *call);
@@ -137,6 +138,16 @@ uint64_t kvk_call_deadline_ns(struct kvk_call *call)
 bool kvk_call_is_cancelled(struct kvk_call *call)
 {
     return call->cancelled;
+}
+
+void kvk_call_set_caller(struct kvk_call *call, const void *caller)
+{
+    call->caller = caller;
+}
+
+const void *kvk_call_caller(struct kvk_call *call)
+{
+    return call->caller;
 }
 
 void kvk_call_set_context(struct kvk_call *call, void *context)

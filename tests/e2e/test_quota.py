@@ -402,3 +402,35 @@ def file_parts(file):
             return
         yield os.pread(descriptor, hole - at, at)
         at = hole
+
+
+def test_a_flood_of_one_tenant_leaves_room_for_others(start):
+    daemon = start("[server]\ntenant_calls = 2\n" + config())
+    small, neighbour = worker_of(daemon, "small"), worker_of(daemon, "neighbour")
+    space, other = small.open_space(), neighbour.open_space()
+    request = pb.LookupRequest(space_id=space.space_id, prompt=prompt(values_of(1)))
+    refusals = []
+    while not refusals:
+        calls = [small.calls.Lookup.future(request, metadata=small.metadata, timeout=20)
+                 for _ in range(300)]
+        # Of a flood that is under way the neighbour feels nothing.
+        neighbour.call("Lookup", pb.LookupRequest(space_id=other.space_id,
+                                                  prompt=prompt(values_of(1))))
+        refusals = [call.exception() for call in calls if call.exception() is not None]
+    for refusal in refusals:
+        assert refusal.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "tenant" in refusal.details()
+    stats = {row.name.decode(): row.value for row in small.admin.GetStats(
+        pb.GetStatsRequest(), timeout=10).stats}
+    assert stats["kvkeep_calls_of_one_tenant_refused_total"] >= len(refusals)
+    # An engine's calls count for the tenant of the space they name, not for its first one.
+    engine, slow = worker_of(daemon, "engine", tenant=b"neighbour"), worker_of(daemon, "slow")
+    third = slow.open_space()
+    request = pb.LookupRequest(space_id=other.space_id, prompt=prompt(values_of(1)))
+    refused = 0
+    for _ in range(3):
+        calls = [engine.calls.Lookup.future(request, metadata=engine.metadata, timeout=20)
+                 for _ in range(300)]
+        slow.call("Lookup", pb.LookupRequest(space_id=third.space_id, prompt=prompt(values_of(1))))
+        refused += sum(call.exception() is not None for call in calls)
+    assert refused > 0
