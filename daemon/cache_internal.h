@@ -228,6 +228,10 @@ KVK_CHECKED enum kvk_status kvk_room_reserve(struct kvk_cache *cache, struct kvk
                                              const struct kvk_caller *caller,
                                              struct kvk_error *error);
 
+/* An id for one more block: where config.blocks are known it may be had only at the price of
+ * another, idle one. False: there is none that may go. */
+bool kvk_room_id_free(struct kvk_cache *cache, const struct kvk_tenant *asking);
+
 /* A slot in another tier for a copy of an existing block; no hold, no state change. Used up by
  * kvk_tier_copy_drops(), or given back. KVK_WOULD_BLOCK as kvk_room_reserve(). `caller` NULL: not
  * on anybody's behalf; growth that is kept is no hindrance and nothing is noted. */

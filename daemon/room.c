@@ -374,9 +374,9 @@ static bool may_lose_id(const struct kvk_cache *cache, const struct kvk_group *g
     return tenant == asking || kvk_quota_spare(cache, tenant, tier) >= group->block_bytes;
 }
 
-/* A block of the group may be had only at the price of another, where config.blocks are known. */
-static bool block_id_free(struct kvk_cache *cache, const struct kvk_tenant *asking)
+bool kvk_room_id_free(struct kvk_cache *cache, const struct kvk_tenant *asking)
 {
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
     for (uint32_t tries = 0; tries < BLOCK_ID_EVICTIONS_MAX; tries++) {
         if (kvk_index_block_count(cache->index) < cache->config->blocks) {
             return true;
@@ -456,7 +456,7 @@ static enum kvk_status blocks_get(struct kvk_cache *cache, struct kvk_space *spa
                 break;
             }
             uint32_t block = KVK_BLOCK_NONE;
-            if (block_id_free(cache, space->tenant)) {
+            if (kvk_room_id_free(cache, space->tenant)) {
                 block = kvk_block_create(cache, group, want->tier, slot);
             }
             if (block == KVK_BLOCK_NONE) {

@@ -196,21 +196,23 @@ static enum kvk_status open_find_drops(struct opening *opening, struct kvk_prefi
     return status;
 }
 
-/* Where the chain of one group goes on behind the prefix. What of it is public alone gets hollow
- * namesakes in the space's own chain, so that what is sealed from here on hangs below them. */
-static enum kvk_status open_place(struct opening *opening, const struct kvk_prefix *prefix,
-                                  uint32_t g)
+static struct kvk_content content_of(const struct opening *opening, const struct kvk_prefix *prefix)
 {
-    struct kvk_cache *cache = opening->cache;
-    struct kvk_space *space = opening->space;
-    struct kvk_sequence_group *table = &opening->sequence->groups[g];
     const struct kvk_prompt *prompt = &opening->request->prompt;
-    const struct kvk_content content = {
+    return (struct kvk_content){
         .tokens = prompt->tokens,
-        .token_count = prefix->blocks * space->block_tokens,
+        .token_count = prefix->blocks * opening->space->block_tokens,
         .spans = prompt->spans,
         .span_count = prompt->span_count,
     };
+}
+
+/* As far behind the prefix as the space's own chain goes. */
+static void open_place(struct opening *opening, const struct kvk_prefix *prefix, uint32_t g)
+{
+    struct kvk_cache *cache = opening->cache;
+    struct kvk_sequence_group *table = &opening->sequence->groups[g];
+    const struct kvk_content content = content_of(opening, prefix);
     struct kvk_match match = {
         .cursor = {.root = table->root, .block = KVK_BLOCK_NONE},
         .path_capacity = prefix->own[g] < prefix->blocks ? prefix->own[g] : prefix->blocks,
@@ -224,43 +226,28 @@ static enum kvk_status open_place(struct opening *opening, const struct kvk_pref
         kvk_index_match(cache->index, &content, &match);
         KVK_ASSERT(match.path_count == match.path_capacity);
     }
-    struct kvk_cursor cursor = match.cursor;
-    kvk_sequence_move_cursor(cache, table, cursor);
-    while (cursor.blocks < prefix->blocks) {
-        enum kvk_status status = kvk_block_know(cache, space->groups[g], &cursor, &content);
-        if (status != KVK_OK) {
-            return status;
-        }
-        kvk_sequence_move_cursor(cache, table, cursor);
-    }
-    return KVK_OK;
+    kvk_sequence_move_cursor(cache, table, match.cursor);
 }
 
-/* KVK_EXHAUSTED: there are no ids for the namesakes; nothing has changed. */
-static enum kvk_status open_places(struct opening *opening, const struct kvk_prefix *prefix)
+/* What of the prefix is public alone gets hollow namesakes in the space's own chain, so that what
+ * is sealed from here on hangs below them. False: there are no ids for them. */
+static bool open_namesakes(struct opening *opening, const struct kvk_prefix *prefix)
 {
-    enum kvk_status status = KVK_OK;
-    for (uint32_t g = 0; g < opening->space->group_count && status == KVK_OK; g++) {
-        status = open_place(opening, prefix, g);
-    }
-    for (uint32_t g = 0; g < opening->space->group_count && status != KVK_OK; g++) {
+    struct kvk_cache *cache = opening->cache;
+    struct kvk_space *space = opening->space;
+    const struct kvk_content content = content_of(opening, prefix);
+    for (uint32_t g = 0; g < space->group_count; g++) {
         struct kvk_sequence_group *table = &opening->sequence->groups[g];
-        kvk_sequence_move_cursor(opening->cache, table,
-                                 (struct kvk_cursor){.root = table->root, .block = KVK_BLOCK_NONE});
+        while (table->cursor.blocks < prefix->blocks) {
+            struct kvk_cursor cursor = table->cursor;
+            if (!kvk_room_id_free(cache, space->tenant) ||
+                kvk_block_know(cache, space->groups[g], &cursor, &content) != KVK_OK) {
+                return false;
+            }
+            kvk_sequence_move_cursor(cache, table, cursor);
+        }
     }
-    return status;
-}
-
-/* The prefix, and the places behind it. */
-static enum kvk_status open_find_places_drops(struct opening *opening, struct kvk_prefix *prefix)
-{
-    enum kvk_status status = open_find_drops(opening, prefix);
-    if (status != KVK_OK || open_places(opening, prefix) == KVK_OK) {
-        return status;
-    }
-    opening->own_alone = true;
-    status = open_find_drops(opening, prefix);
-    return status == KVK_OK ? open_places(opening, prefix) : status;
+    return true;
 }
 
 /* Hold, and pin where it lies, what a query behind the prefix sees. */
@@ -272,6 +259,7 @@ static void open_prefix(struct opening *opening, const struct kvk_prefix *prefix
     uint32_t blocks = (uint32_t)prefix->blocks;
     for (uint32_t g = 0; g < space->group_count; g++) {
         struct kvk_sequence_group *table = &sequence->groups[g];
+        open_place(opening, prefix, g);
         for (uint32_t i = 0; i < blocks; i++) {
             table->blocks[i] = KVK_BLOCK_NONE;
             table->pins[i] = 0;
@@ -298,6 +286,54 @@ static void open_prefix(struct opening *opening, const struct kvk_prefix *prefix
         sequence->rank_sealed[r] = sequence->cached;
     }
     sequence->whole_blocks = blocks;
+}
+
+/* As if nothing had been found. */
+static void open_prefix_undo(struct opening *opening)
+{
+    struct kvk_sequence *sequence = opening->sequence;
+    for (uint32_t g = 0; g < opening->space->group_count; g++) {
+        struct kvk_sequence_group *table = &sequence->groups[g];
+        kvk_sequence_move_cursor(opening->cache, table,
+                                 (struct kvk_cursor){.root = table->root, .block = KVK_BLOCK_NONE});
+        for (uint32_t i = table->block_count; i > 0; i--) {
+            kvk_sequence_drop(opening->cache, sequence, g, i - 1);
+        }
+        table->block_count = 0;
+        table->keep_block = 0;
+        table->window_block = 0;
+    }
+    opening->public_id = 0;
+    opening->public_tokens = 0;
+    sequence->public_tokens = 0;
+}
+
+/* Find the prefix and hold it before the lock is dropped again, so that making room cannot take it;
+ * the chains go on behind it. */
+static enum kvk_status open_take_drops(struct opening *opening)
+{
+    const struct kvk_tenant *tenant = opening->space->tenant;
+    struct kvk_prefix prefix;
+    struct kvk_quota_mark mark;
+    for (;;) {
+        enum kvk_status status = open_find_drops(opening, &prefix);
+        if (status != KVK_OK) {
+            return status;
+        }
+        kvk_quota_mark(opening->cache, tenant, &mark);
+        open_prefix(opening, &prefix);
+        if (open_namesakes(opening, &prefix)) {
+            break;
+        }
+        open_prefix_undo(opening);
+        opening->own_alone = true; /* which needs none */
+    }
+    enum kvk_status status = kvk_quota_check_holds(opening->cache, tenant, &mark, opening->error);
+    if (status != KVK_OK) {
+        kvk_refusal_note(opening->cache, opening->caller, tenant, opening->sequence->id, 0,
+                         opening->error);
+    }
+    return status;
 }
 
 /* ---- The rest ---- */
@@ -460,22 +496,9 @@ static enum kvk_status open_run_drops(struct opening *opening)
 {
     struct kvk_sequence *sequence = opening->sequence;
     kvk_sequence_busy_begin(sequence);
-    struct kvk_prefix prefix;
     enum kvk_status status = open_fill(opening);
     if (status == KVK_OK) {
-        status = open_find_places_drops(opening, &prefix);
-    }
-    if (status == KVK_OK) {
-        struct kvk_quota_mark mark;
-        const struct kvk_tenant *tenant = opening->space->tenant;
-        kvk_quota_mark(opening->cache, tenant, &mark);
-        open_prefix(opening,
-                    &prefix); /* held before the lock is dropped: making room cannot take it */
-        status = kvk_quota_check_holds(opening->cache, tenant, &mark, opening->error);
-        if (status != KVK_OK) {
-            kvk_refusal_note(opening->cache, opening->caller, tenant, sequence->id, 0,
-                             opening->error);
-        }
+        status = open_take_drops(opening);
     }
     if (status == KVK_OK) {
         status = open_reserve_drops(opening);
