@@ -62,9 +62,13 @@ struct block {
     thread *threads; /* [THREADS_MAX], made once for each thread of the processor */
     warp_state warps[THREADS_MAX / 32];
     fiber main;
+    uint64_t ready[THREADS_MAX / 64]; /* a bit for each thread: which one goes on is asked often */
     uint32_t thread_count;
     uint32_t live_count;
     uint32_t at_barrier;
+    const char *barrier_file; /* where the first of them waits */
+    int barrier_line;
+    uint32_t barrier_first;
     uint32_t current;
     place index;
     kernel_call *call;
@@ -136,22 +140,63 @@ static uint32_t random_below(uint32_t bound)
     abort();
 }
 
-static uint32_t next_ready(void)
+static void set_state(thread &t, enum thread_state state)
 {
-    block &b = *running;
-    uint32_t at = b.current;
+    uint64_t bit = UINT64_C(1) << (t.index % 64);
 
-    if (order == KVK_SIM_RANDOM) {
-        at = random_below(b.thread_count);
+    t.state = state;
+    if (state == THREAD_READY) {
+        running->ready[t.index / 64] |= bit;
+    } else {
+        running->ready[t.index / 64] &= ~bit;
     }
-    for (uint32_t i = 0; i < b.thread_count; i++) {
-        at = order == KVK_SIM_REVERSE ? (at + b.thread_count - 1) % b.thread_count
-                                      : (at + 1) % b.thread_count;
-        if (b.threads[at].state == THREAD_READY) {
-            return at;
+}
+
+/* The first thread that can go on, from `at` up, all around. */
+static uint32_t ready_from(uint32_t at)
+{
+    const block &b = *running;
+    const uint32_t words = THREADS_MAX / 64;
+
+    for (uint32_t i = 0; i <= words; i++) {
+        uint32_t word = (at / 64 + i) % words;
+        uint64_t bits = b.ready[word];
+        if (i == 0) {
+            bits &= UINT64_MAX << (at % 64);
+        }
+        if (bits != 0) {
+            return word * 64 + (uint32_t)__builtin_ctzll(bits);
         }
     }
     tell_deadlock();
+}
+
+static uint32_t ready_last(void)
+{
+    const block &b = *running;
+
+    for (uint32_t word = THREADS_MAX / 64; word-- > 0;) {
+        if (b.ready[word] != 0) {
+            return word * 64 + 63 - (uint32_t)__builtin_clzll(b.ready[word]);
+        }
+    }
+    tell_deadlock();
+}
+
+/* Forward, the first warp goes as far as it can before the second begins: so one is as far ahead
+ * of the others as the barriers let it be. At random, a warp is stayed with for a while. */
+static uint32_t next_ready(void)
+{
+    if (order == KVK_SIM_FORWARD) {
+        return ready_from(0);
+    }
+    if (order == KVK_SIM_REVERSE) {
+        return ready_last();
+    }
+    if (random_below(64) == 0) {
+        return ready_from(random_below(running->thread_count));
+    }
+    return ready_from(running->current / 32 * 32 + random_below(32));
 }
 
 static void go_on(void)
@@ -199,12 +244,12 @@ static void barrier_open_if_complete(void)
 {
     block &b = *running;
 
-    if (b.at_barrier == 0 || b.at_barrier != b.thread_count) {
+    if (b.at_barrier != b.thread_count) {
         return;
     }
     b.at_barrier = 0;
     for (uint32_t i = 0; i < b.thread_count; i++) {
-        b.threads[i].state = THREAD_READY;
+        set_state(b.threads[i], THREAD_READY);
     }
 }
 
@@ -221,20 +266,21 @@ void barrier(const char *file, int line)
         t.index >= b.thread_count - 32 * BARRIER_WARPS_LEFT_OUT) {
         return;
     }
-    for (uint32_t i = 0; i < b.thread_count; i++) {
-        const thread &other = b.threads[i];
-        if (other.state == THREAD_AT_BARRIER && other.line != line) {
-            (void)fprintf(stderr, "cuda_sim: thread %u waits at %s:%d\n", i, other.file,
-                          other.line);
-            breach("divergent barrier", file, line);
-        }
-        if (other.state == THREAD_ENDED) {
-            breach("barrier after a thread has ended", file, line);
-        }
+    if (b.live_count < b.thread_count) {
+        breach("barrier after a thread has ended", file, line);
+    }
+    if (b.at_barrier == 0) {
+        b.barrier_file = file;
+        b.barrier_line = line;
+        b.barrier_first = t.index;
+    } else if (b.barrier_line != line || strcmp(b.barrier_file, file) != 0) {
+        (void)fprintf(stderr, "cuda_sim: thread %u waits at %s:%d\n", b.barrier_first,
+                      b.barrier_file, b.barrier_line);
+        breach("divergent barrier", file, line);
     }
     t.file = file;
     t.line = line;
-    t.state = THREAD_AT_BARRIER;
+    set_state(t, THREAD_AT_BARRIER);
     b.at_barrier++;
     barrier_open_if_complete();
     go_on();
@@ -347,13 +393,13 @@ lane_out warp(enum warp_work work, const lane_in &in, const char *file, int line
         w.arrived = 0;
         warp_compute(work, w.in, w.out);
         for (uint32_t i = 0; i < 32; i++) {
-            b.threads[t.index - lane + i].state = THREAD_READY;
+            set_state(b.threads[t.index - lane + i], THREAD_READY);
         }
         pause_perhaps();
     } else {
         t.file = file;
         t.line = line;
-        t.state = THREAD_AT_WARP;
+        set_state(t, THREAD_AT_WARP);
         go_on();
     }
     return w.out[lane];
@@ -381,7 +427,10 @@ static void thread_run(void)
     if (t.copy_count > 0) {
         breach("the thread ended with copies under way that nobody waits for", "", 0);
     }
-    t.state = THREAD_ENDED;
+    set_state(t, THREAD_ENDED);
+    if (b.at_barrier > 0) {
+        breach("the thread ended while others wait at a barrier", b.barrier_file, b.barrier_line);
+    }
     b.live_count--;
     if (b.live_count > 0) {
         go_on();
@@ -436,6 +485,7 @@ static void run_block(block &b)
 {
     memset(b.shared, 0xff, b.shared_bytes);
     memset(b.warps, 0, sizeof(b.warps));
+    memset(b.ready, 0, sizeof(b.ready));
     b.live_count = b.thread_count;
     b.at_barrier = 0;
     for (uint32_t i = 0; i < b.thread_count; i++) {
@@ -444,7 +494,7 @@ static void run_block(block &b)
             fiber_init(&t.own, STACK_BYTES);
         }
         t.index = i;
-        t.state = THREAD_READY;
+        set_state(t, THREAD_READY);
         t.copy_count = 0;
         t.group_count = 0;
         fiber_begin(&t.own, thread_run);

@@ -78,7 +78,7 @@ static void pick_item(struct kvk_random *random, struct gpu_case *test, uint32_t
 {
     struct kvk_attend *attend = &test->attend;
     struct kvk_attend_item *item = &test->items[index];
-    uint32_t tokens_max = kvk_random_chance(random, 0.2) ? 400 : 150;
+    uint32_t tokens_max = kvk_random_chance(random, 0.2) ? 300 : 100;
 
     item->query_count =
         kvk_random_chance(random, 0.5) ? 1 : 1 + (uint32_t)kvk_random_below(random, 20);
@@ -128,7 +128,7 @@ static void check_orders(struct gpu_case *test, uint64_t seed, uint32_t split_to
     }
 }
 
-#define CASE_COUNT 120
+#define CASE_COUNT 50
 
 Test(cuda_kernels, random_batches_match_the_reference)
 {
