@@ -19,6 +19,7 @@ static bool avx2_available(void)
 const struct kvk_attend_kernel kvk_attend_avx2 = {
     .name = "avx2",
     .available = avx2_available,
+    .compact = &kvk_attend_compact_avx2,
     .packed_bytes = lanes_packed_bytes,
     .pack = lanes_pack,
     .score = lanes_score,

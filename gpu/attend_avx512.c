@@ -18,6 +18,7 @@ static bool avx512_available(void)
 const struct kvk_attend_kernel kvk_attend_avx512 = {
     .name = "avx512",
     .available = avx512_available,
+    .compact = &kvk_attend_compact_avx512,
     .packed_bytes = lanes_packed_bytes,
     .pack = lanes_pack,
     .score = lanes_score,

@@ -366,6 +366,7 @@ static void bf16_finish(const struct kvk_attend *attend, const struct kvk_attend
 const struct kvk_attend_kernel kvk_attend_avx512_bf16 = {
     .name = "avx512_bf16",
     .available = bf16_available,
+    .compact = &kvk_attend_compact_avx512,
     .packed_bytes = bf16_packed_bytes,
     .pack = bf16_pack,
     .score = bf16_score,

@@ -106,10 +106,10 @@ static uint32_t rows_per_strip(const struct kvk_attend *attend)
 
 static uint32_t heads_per_strip(const struct kvk_attend *attend, uint32_t strip_rows)
 {
-    size_t token_bytes = attend->head_size_k * kvk_format_bytes(attend->format_k);
+    size_t token_bytes = kvk_format_row_bytes(attend->format_k, attend->head_size_k);
 
     if (!attend->latent) {
-        token_bytes += attend->head_size_v * kvk_format_bytes(attend->format_v);
+        token_bytes += kvk_format_row_bytes(attend->format_v, attend->head_size_v);
     }
     size_t fitting = TILE_BYTES_MAX / (token_bytes * KVK_ATTEND_TILE_TOKENS);
     uint32_t heads = KVK_ATTEND_ROWS_MAX / strip_rows;
@@ -476,7 +476,8 @@ enum kvk_status kvk_attend_cpu_run(const struct kvk_attend_kernel *kernel,
                                    struct kvk_threads *threads, const struct kvk_attend *attend,
                                    struct kvk_error *error)
 {
-    struct plan plan = {.kernel = kernel, .attend = attend};
+    bool compact = kvk_format_is_compact(attend->format_k);
+    struct plan plan = {.kernel = compact ? kernel->compact : kernel, .attend = attend};
 
     enum kvk_status status = plan_init(&plan, kvk_threads_count(threads), error);
     if (status == KVK_OK) {

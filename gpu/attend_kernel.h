@@ -49,6 +49,11 @@ struct kvk_attend_tokens {
     size_t k_offset;         /* of the head, in bytes */
     size_t v_offset;
     uint32_t count; /* 1 to KVK_ATTEND_TILE_TOKENS */
+    /* Compact formats whose scales lie apart: */
+    const uint8_t *const *pages; /* [count]: the block that a token is of */
+    const uint16_t *slots;       /* [count]: and which of its tokens */
+    size_t k_scales;             /* from a page to the head's scales, in bytes */
+    size_t v_scales;
 };
 
 /* Runs of bytes at equal distances: K or V of some tokens of a block, of every head. */
@@ -76,7 +81,8 @@ struct kvk_attend_fetch {
 
 struct kvk_attend_kernel {
     const char *name;
-    bool (*available)(void); /* on this processor */
+    bool (*available)(void);                 /* on this processor */
+    const struct kvk_attend_kernel *compact; /* where K and V are compact; itself has none */
 
     /* Bytes of a packed query row, a multiple of 64, and packing one. */
     size_t (*packed_bytes)(const struct kvk_attend *attend);
@@ -146,6 +152,11 @@ extern const struct kvk_attend_kernel kvk_attend_plain;
 extern const struct kvk_attend_kernel kvk_attend_avx2;
 extern const struct kvk_attend_kernel kvk_attend_avx512;
 extern const struct kvk_attend_kernel kvk_attend_avx512_bf16;
+
+/* For K and V in compact formats, and nothing else. */
+extern const struct kvk_attend_kernel kvk_attend_compact_plain;
+extern const struct kvk_attend_kernel kvk_attend_compact_avx2;
+extern const struct kvk_attend_kernel kvk_attend_compact_avx512;
 
 /* Those that this build has, best first, NULL at the end. */
 extern const struct kvk_attend_kernel *const kvk_attend_kernels[];

@@ -131,6 +131,7 @@ static void plain_finish(const struct kvk_attend *attend, const struct kvk_atten
 const struct kvk_attend_kernel kvk_attend_plain = {
     .name = "plain",
     .available = plain_available,
+    .compact = &kvk_attend_compact_plain,
     .packed_bytes = plain_packed_bytes,
     .pack = plain_pack,
     .score = plain_score,

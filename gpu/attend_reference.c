@@ -9,6 +9,8 @@
 /* A query of one head, and the KV head that it reads. */
 struct reference_row {
     const struct kvk_attend *attend;
+    struct kvk_part k;
+    struct kvk_part v;
     const struct kvk_attend_item *item;
     uint64_t position;
     uint64_t query; /* row of [query_count x query_heads] */
@@ -38,12 +40,12 @@ static double page_value(const struct reference_row *row, uint64_t token, bool i
                          uint32_t index)
 {
     const struct kvk_attend *attend = row->attend;
-    const struct kvk_part part = kvk_attend_part(attend, is_value);
+    const struct kvk_part *part = is_value ? &row->v : &row->k;
     uint64_t slot = token - row->item->first_token;
     const uint8_t *page = row->item->pages[slot / attend->block_tokens];
     uint64_t offset = is_value && !attend->latent ? attend->v_offset : attend->k_offset;
 
-    return kvk_part_value(&part, page + offset, row->kv_head,
+    return kvk_part_value(part, page + offset, row->kv_head,
                           (uint32_t)(slot % attend->block_tokens), index);
 }
 
@@ -113,6 +115,8 @@ void kvk_attend_reference(const struct kvk_attend *attend)
             uint32_t head = (uint32_t)(query % attend->query_heads);
             const struct reference_row row = {
                 .attend = attend,
+                .k = kvk_attend_part(attend, false),
+                .v = kvk_attend_part(attend, true),
                 .item = item,
                 .position = item->position + query / attend->query_heads,
                 .query = query,

@@ -12,8 +12,10 @@ struct tile {
     uint64_t positions[KVK_ATTEND_TILE_TOKENS];
     const uint8_t *k[KVK_ATTEND_TILE_TOKENS]; /* of the unit's first head */
     const uint8_t *v[KVK_ATTEND_TILE_TOKENS];
+    const uint8_t *pages[KVK_ATTEND_TILE_TOKENS];
+    uint16_t slots[KVK_ATTEND_TILE_TOKENS]; /* which of their block's tokens they are */
     uint32_t area_count;
-    struct kvk_attend_area areas[2 * KVK_ATTEND_TILE_TOKENS]; /* the same, as it lies in pages */
+    struct kvk_attend_area areas[4 * KVK_ATTEND_TILE_TOKENS]; /* the same, as it lies in pages */
 };
 
 /* Tokens of a tile that some rows see, all of them alike. */
@@ -39,6 +41,10 @@ struct run {
     uint32_t group;                     /* query heads per KV head */
     size_t k_bytes;                     /* of a token of a head */
     size_t v_bytes;
+    size_t k_scales; /* from a page to the unit's first head's scales; 0: none lie apart */
+    size_t v_scales;
+    size_t k_scale_stride; /* from one head's to the next's */
+    size_t v_scale_stride;
     struct kvk_attend_rows rows;    /* of all heads */
     float *scores;                  /* [row_count][KVK_ATTEND_TILE_TOKENS] */
     float *slopes;                  /* [row_count], of all heads */
@@ -219,6 +225,8 @@ static void tile_add(const struct run *run, struct tile *tile, uint64_t first, u
         tile->positions[tile->count + i] = first + i;
         tile->k[tile->count + i] = k + i * run->k_bytes;
         tile->v[tile->count + i] = v + i * run->v_bytes;
+        tile->pages[tile->count + i] = page;
+        tile->slots[tile->count + i] = (uint16_t)(slot % attend->block_tokens + i);
     }
     tile->count += count;
     tile->areas[tile->area_count++] = (struct kvk_attend_area){
@@ -232,6 +240,12 @@ static void tile_add(const struct run *run, struct tile *tile, uint64_t first, u
             .run_bytes = count * run->v_bytes,
             .stride_bytes = attend->block_tokens * run->v_bytes,
         };
+    }
+    if (run->k_scales != 0) {
+        tile->areas[tile->area_count++] = (struct kvk_attend_area){
+            page + run->k_scales, run->k_scale_stride, run->k_scale_stride};
+        tile->areas[tile->area_count++] = (struct kvk_attend_area){
+            page + run->v_scales, run->v_scale_stride, run->v_scale_stride};
     }
 }
 
@@ -340,6 +354,10 @@ static struct kvk_attend_tokens tile_tokens(const struct run *run, const struct 
         .k_offset = (size_t)head * run->attend->block_tokens * run->k_bytes,
         .v_offset = (size_t)head * run->attend->block_tokens * run->v_bytes,
         .count = fold->end - fold->begin,
+        .pages = tile->pages + fold->begin,
+        .slots = tile->slots + fold->begin,
+        .k_scales = run->k_scales + head * run->k_scale_stride,
+        .v_scales = run->v_scales + head * run->v_scale_stride,
     };
 }
 
@@ -457,6 +475,24 @@ static void rows_finish(const struct run *run)
     }
 }
 
+/* Where in a page rows and scales lie. */
+static void parts_find(struct run *run)
+{
+    const struct kvk_attend *attend = run->attend;
+    const struct kvk_part k = kvk_attend_part(attend, false);
+    const struct kvk_part v = kvk_attend_part(attend, true);
+    uint64_t v_offset = attend->latent ? attend->k_offset : attend->v_offset;
+
+    run->k_bytes = k.row_bytes;
+    run->v_bytes = v.row_bytes;
+    if (k.scales_offset != 0) {
+        run->k_scale_stride = k.scale_stride;
+        run->v_scale_stride = v.scale_stride;
+        run->k_scales = attend->k_offset + k.scales_offset + run->unit->first_head * k.scale_stride;
+        run->v_scales = v_offset + v.scales_offset + run->unit->first_head * v.scale_stride;
+    }
+}
+
 void kvk_attend_unit_run(const struct kvk_attend_kernel *kernel, const struct kvk_attend *attend,
                          const struct kvk_attend_unit *unit, uint8_t *scratch)
 {
@@ -466,16 +502,12 @@ void kvk_attend_unit_run(const struct kvk_attend_kernel *kernel, const struct kv
         .unit = unit,
         .item = &attend->items[unit->runs[0].item],
         .group = group_of(attend),
-        .k_bytes = attend->head_size_k * kvk_format_bytes(attend->format_k),
-        .v_bytes = attend->head_size_v * kvk_format_bytes(attend->format_v),
         .left = unit->visible,
     };
     struct tile tiles[2];
     uint32_t now = 0;
 
-    if (attend->latent) {
-        run.v_bytes = run.k_bytes;
-    }
+    parts_find(&run);
     run_init(&run, scratch);
     tile_next(&run, &tiles[now]);
     while (tiles[now].count > 0) {

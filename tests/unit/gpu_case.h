@@ -98,15 +98,12 @@ static inline bool gpu_case_seen(const struct gpu_case *test, uint32_t item, uin
 
 static inline uint64_t gpu_case_k_bytes(const struct kvk_attend *attend)
 {
-    return (uint64_t)attend->kv_heads * attend->block_tokens * attend->head_size_k *
-           kvk_format_bytes(attend->format_k);
+    return kvk_attend_part(attend, false).size_bytes;
 }
 
 static inline uint64_t gpu_case_v_bytes(const struct kvk_attend *attend)
 {
-    return attend->latent ? 0
-                          : (uint64_t)attend->kv_heads * attend->block_tokens *
-                                attend->head_size_v * kvk_format_bytes(attend->format_v);
+    return attend->latent ? 0 : kvk_attend_part(attend, true).size_bytes;
 }
 
 /* Bytes of a page: it ends where the layer's V (or latent K) ends. */
@@ -116,20 +113,78 @@ static inline uint64_t gpu_case_page_bytes(const struct kvk_attend *attend)
                           : attend->v_offset + gpu_case_v_bytes(attend);
 }
 
+/* A scale that makes stored values about as large as plain ones are. */
+static inline void gpu_case_scale(struct kvk_random *random, enum kvk_format format, float largest,
+                                  uint8_t *at)
+{
+    uint8_t wide[4];
+    float scale = (float)(0.25 + kvk_random_unit(random)) * 2 / largest;
+    uint16_t half = (uint16_t)((15 - 7) << 10 | kvk_random_below(random, 1 << 10)); /* 2^-7 on */
+
+    memcpy(wide, &scale, sizeof(wide));
+    if (format == KVK_FORMAT_FP16) {
+        memcpy(at, &half, sizeof(half));
+    } else if (format == KVK_FORMAT_BF16) {
+        memcpy(at, wide + 2, 2);
+    } else {
+        memcpy(at, wide, sizeof(wide));
+    }
+}
+
+/* One token of a compact part: its values and every scale that counts for them. */
+static inline void gpu_case_fill_compact(struct kvk_random *random, const struct kvk_part *part,
+                                         uint8_t *bytes, uint32_t head, uint32_t slot)
+{
+    uint8_t *row = bytes + ((uint64_t)head * part->tokens + slot) * part->row_bytes;
+    uint8_t *scales = bytes + part->scales_offset + head * part->scale_stride;
+
+    for (uint64_t i = 0; i < part->row_bytes; i++) {
+        row[i] = (uint8_t)kvk_random_next(random);
+        if (part->format == KVK_FORMAT_FP8_E4M3) {
+            row[i] = (row[i] & 0x7f) > 0x70 ? 0x38 : row[i]; /* none is NaN */
+        }
+    }
+    switch (part->format) {
+    case KVK_FORMAT_FP8_E4M3:
+        gpu_case_scale(random, KVK_FORMAT_FP32, 256, scales);
+        return;
+    case KVK_FORMAT_INT8_CHANNEL:
+        if (part->is_value) {
+            gpu_case_scale(random, KVK_FORMAT_BF16, 127, scales + (size_t)2 * slot);
+            return;
+        }
+        for (uint32_t i = 0; i < part->head_size; i++) {
+            gpu_case_scale(random, KVK_FORMAT_BF16, 127, scales + (size_t)2 * i);
+        }
+        return;
+    case KVK_FORMAT_INT8_32:
+        for (uint64_t i = 0; i < part->row_bytes; i += KVK_INT8_32_BYTES) {
+            gpu_case_scale(random, KVK_FORMAT_FP16, 127, row + i);
+        }
+        return;
+    case KVK_FORMAT_NONE:
+    case KVK_FORMAT_FP32:
+    case KVK_FORMAT_FP16:
+    case KVK_FORMAT_BF16:
+        break;
+    }
+    KVK_UNREACHABLE();
+}
+
 /* Write random K and V into one slot, all heads. */
 static inline void gpu_case_fill_slot(const struct kvk_attend *attend, struct kvk_random *random,
                                       uint8_t *page, uint32_t slot)
 {
-    uint64_t k_row = attend->head_size_k * kvk_format_bytes(attend->format_k);
-    uint64_t v_row = attend->latent ? 0 : attend->head_size_v * kvk_format_bytes(attend->format_v);
-
-    for (uint32_t head = 0; head < attend->kv_heads; head++) {
-        uint64_t row = (uint64_t)head * attend->block_tokens + slot;
-        gpu_case_values(random, attend->format_k, page + attend->k_offset + row * k_row,
-                        attend->head_size_k);
-        if (!attend->latent) {
-            gpu_case_values(random, attend->format_v, page + attend->v_offset + row * v_row,
-                            attend->head_size_v);
+    for (int is_value = 0; is_value < (attend->latent ? 1 : 2); is_value++) {
+        const struct kvk_part part = kvk_attend_part(attend, is_value != 0);
+        uint8_t *bytes = page + (is_value != 0 ? attend->v_offset : attend->k_offset);
+        for (uint32_t head = 0; head < attend->kv_heads; head++) {
+            uint8_t *row = bytes + ((uint64_t)head * part.tokens + slot) * part.row_bytes;
+            if (kvk_format_is_compact(part.format)) {
+                gpu_case_fill_compact(random, &part, bytes, head, slot);
+            } else {
+                gpu_case_values(random, part.format, row, part.head_size);
+            }
         }
     }
 }
