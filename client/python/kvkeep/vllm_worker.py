@@ -1,0 +1,281 @@
+"""The connector's half in a rank: copies between vLLM's paged cache and kvkeep's mapped slots.
+
+Loads run on a thread of their own between steps, so that other requests' steps go on. Saves run
+when a step's forward is done, before vLLM can give the blocks to another request. A copy that cannot
+be made is reported: a load as failed blocks, which vLLM computes; a save as not done, and then the
+scheduler's half does not seal it. A rank seals nothing itself: a block becomes visible when all of
+them have reported it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvkeep.client import Client, Space
+from kvkeep.errors import Code, KvkeepError
+from kvkeep.memory import SlotMemory
+from kvkeep.session import Session
+from kvkeep.shapes import Tier
+from kvkeep.vllm_blocks import EngineLayer, pieces
+from kvkeep.vllm_orders import Copy, Endpoint, Orders, Report, Settings
+
+__all__ = ["WorkerSide"]
+
+JOIN_AGAIN_S = 1.0
+
+logger = logging.getLogger("vllm.kvkeep")
+
+
+class _Link:
+    """This rank's session in one epoch, and what it has mapped."""
+
+    def __init__(self, settings: Settings, rank: int, endpoint: Endpoint) -> None:
+        self.epoch = endpoint.epoch
+        self._rank = rank
+        self.client = Client(settings.target, token=settings.credential(), tenant=settings.tenant,
+                             timeout=settings.call_timeout_s)
+        try:
+            # The scheduler's session, which opened the instance, has number 0 of it.
+            self.session: Session = self.client.session(
+                name=f"vllm-rank-{rank}", rank=rank + 1, instance_token=endpoint.instance_token)
+        except BaseException:
+            self.client.close()
+            raise
+        self._maps: dict[tuple[int, int, int], SlotMemory] = {}
+        self._lock = threading.Lock()
+
+    def memory(self, space: Space, tier: int, group: int) -> SlotMemory:
+        with self._lock:
+            key = (space.id, tier, group)
+            if key not in self._maps:
+                self._maps[key] = self.session.map_slots(
+                    space, group=group, tier=Tier(tier), rank=self._rank)
+            return self._maps[key]
+
+    def close(self) -> None:
+        try:
+            self.session.close()
+        finally:
+            self.client.close()
+
+
+class WorkerSide:
+    """One rank. `layers` in the order of the model: EngineLayer, grouped as the space's groups are;
+    or for raw spaces byte arrays [block][bytes]."""
+
+    def __init__(self, settings: Settings, rank: int, engine_block_tokens: int,
+                 groups: list[list[EngineLayer]], raw: list[np.ndarray]) -> None:
+        self.settings = settings
+        self.rank = rank
+        self.own_ns = 0  # time spent inside vLLM's calls
+        self._engine_block_tokens = engine_block_tokens
+        self._groups = groups
+        self._raw = raw
+        self._link: _Link | None = None
+        self._wanted: Endpoint | None = None
+        self._join_again = math.inf  # when to try again, where a try has failed
+        self._lock = threading.Lock()
+        self._report = Report()
+        self._received: set[str] = set()
+        self._sent: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._work: queue.SimpleQueue[tuple[str, object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvkeep-loads", daemon=True)
+        self._thread.start()
+
+    # What vLLM's thread calls: none of these waits for the daemon.
+
+    def begin(self, orders: Orders) -> None:
+        """A step's orders have come; may be called again with the same."""
+        endpoint = orders.endpoint
+        if endpoint is not None and (endpoint != self._wanted or self._join_again < time.monotonic()):
+            self._wanted = endpoint
+            self._join_again = math.inf
+            self._work.put(("join", endpoint))
+        for space in orders.spaces:
+            self._work.put(("map", space))
+        for copy in orders.early_saves:
+            self._save(copy)
+        orders.spaces, orders.early_saves = (), []
+
+    def start_loads(self, orders: Orders) -> None:
+        for copy in orders.loads:
+            self._work.put(("load", copy))
+        orders.loads = []
+
+    def save(self, orders: Orders) -> None:
+        """After the forward, before anyone else can have the blocks."""
+        for copy in orders.saves:
+            self._save(copy)
+        if orders.releases:
+            with self._lock:
+                self._sent.update(orders.releases)
+            orders.releases = []
+        orders.saves = []
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        """Requests whose last save, and whose load has ended, since the last call."""
+        with self._lock:
+            result = (self._sent, self._received)
+            self._sent, self._received = set(), set()
+            return result
+
+    def failed_blocks(self) -> set[int]:
+        with self._lock:
+            result, self._failed_blocks = self._failed_blocks, set()
+            return result
+
+    def report(self) -> Report | None:
+        with self._lock:
+            if not self._report.done and not self._report.joined:
+                return None
+            result, self._report = self._report, Report()
+            return result
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join(self.settings.call_timeout_s)
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    # Copies.
+
+    def _alive(self, epoch: int) -> _Link | None:
+        link = self._link
+        if link is None or link.epoch != epoch or link.session.ended.is_set():
+            return None
+        return link
+
+    def _save(self, copy: Copy) -> None:
+        link = self._alive(copy.epoch)
+        well = False
+        if link is not None:
+            try:
+                self._copy(link, copy, load=False)
+                well = True
+            except (KvkeepError, OSError) as error:
+                logger.warning("kvkeep: a save was left out: %s", error)
+        with self._lock:
+            self._report.done[copy.order] = (well, 1)
+            if copy.last:
+                self._sent.add(copy.request_id)
+
+    def _load(self, copy: Copy) -> None:
+        link = self._alive(copy.epoch)
+        well = False
+        if link is not None:
+            try:
+                self._copy(link, copy, load=True)
+                well = self._alive(copy.epoch) is link
+            except Exception as error:  # whatever it is, the request waits for an answer
+                logger.warning("kvkeep: a load failed, vLLM computes: %s", error)
+        with self._lock:
+            if not well:
+                self._failed_blocks.update(self._engine_blocks(copy))
+            self._report.done[copy.order] = (well, 1)
+            self._received.add(copy.request_id)
+
+    def _engine_blocks(self, copy: Copy) -> Iterable[int]:
+        first = copy.first // self._engine_block_tokens
+        end = -(-copy.end // self._engine_block_tokens)
+        return copy.engine_blocks[first - copy.first_engine_block:end - copy.first_engine_block]
+
+    def _copy(self, link: _Link, copy: Copy, load: bool) -> None:
+        if self._raw:
+            self._copy_raw(link, copy, load)
+        else:
+            for group in range(len(self._groups)):
+                self._copy_group(link, copy, group, load)
+
+    def _copy_group(self, link: _Link, copy: Copy, group: int, load: bool) -> None:
+        for piece in pieces(copy.first, copy.end, copy.space.block_tokens,
+                            self._engine_block_tokens):
+            tier, slot, generation = copy.rows[piece.block - copy.first_block]
+            memory = link.memory(copy.space, tier, group)
+            keys, values = memory.array(slot)
+            engine_block = copy.engine_blocks[piece.engine_block - copy.first_engine_block]
+            for i, layer in enumerate(self._groups[group]):
+                if load:
+                    layer.load(engine_block, piece, _bits(keys[i]), _bits(values[i]))
+                else:
+                    layer.save(engine_block, piece, _bits(keys[i]), _bits(values[i]))
+            _check(memory, slot, generation)
+
+    def _copy_raw(self, link: _Link, copy: Copy, load: bool) -> None:
+        """Blocks are as large as vLLM's: each is copied as it is."""
+        first = copy.first // copy.space.block_tokens
+        end = -(-copy.end // copy.space.block_tokens)
+        for block in range(first, end):
+            tier, slot, generation = copy.rows[block - copy.first_block]
+            memory = link.memory(copy.space, tier, 0)
+            place = memory.slot(slot)
+            engine_block = copy.engine_blocks[block - copy.first_engine_block]
+            at = 0
+            for layer in self._raw:
+                size = layer.shape[1]
+                if load:
+                    layer[engine_block] = place[at:at + size]
+                else:
+                    place[at:at + size] = layer[engine_block]
+                at += size
+            _check(memory, slot, generation)
+
+    # The thread: joins, maps, loads.
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            kind, what = work
+            try:
+                if kind == "join":
+                    assert isinstance(what, Endpoint)
+                    self._join(what)
+                elif kind == "map":
+                    assert isinstance(what, Space)
+                    self._map(what)
+                else:
+                    assert isinstance(what, Copy)
+                    self._load(what)
+            except Exception:  # vLLM must go on, and a load must be answered
+                logger.exception("kvkeep: %s", kind)
+
+    def _join(self, endpoint: Endpoint) -> None:
+        old, self._link = self._link, None
+        if old is not None:
+            old.close()
+        try:
+            self._link = _Link(self.settings, self.rank, endpoint)
+        except (KvkeepError, OSError) as error:
+            logger.warning("kvkeep: rank %d could not join: %s", self.rank, error)
+            self._join_again = time.monotonic() + JOIN_AGAIN_S
+            return
+        with self._lock:
+            self._report.joined[endpoint.epoch] = 1
+
+    def _map(self, space: Space) -> None:
+        link = self._link
+        if link is None:
+            return
+        try:
+            for group in range(len(space.groups)):
+                link.memory(space, int(Tier.HOST), group)
+        except (KvkeepError, OSError) as error:
+            logger.warning("kvkeep: a space could not be mapped: %s", error)
+
+
+def _bits(part: np.ndarray) -> np.ndarray:
+    """As integers of the same width."""
+    return part.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[part.itemsize])
+
+
+def _check(memory: SlotMemory, slot: int, generation: int) -> None:
+    """The slot is what it was when the order was given: what was copied is the block's."""
+    if memory.generation(slot) != generation:
+        raise KvkeepError(f"slot {slot} is another block's now", Code.ABORTED)

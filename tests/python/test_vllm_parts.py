@@ -1,0 +1,584 @@
+"""The parts of kvkeep.vllm that need no vLLM: block sizes, layouts, identities, and the life of a
+request between a scheduler's half and two ranks' halves over a real daemon."""
+
+import dataclasses
+import random
+import time
+
+import numpy as np
+import pytest
+
+import kvkeep
+from kvkeep import vllm_identity as naming
+from kvkeep.vllm_blocks import (ORDER_PLAIN, ORDER_TRANSPOSED, EngineLayer, find_order, pieces)
+from kvkeep.vllm_orders import Orders, Report, Settings
+from kvkeep.vllm_scheduler import Model, Request, SchedulerSide
+from kvkeep.vllm_worker import WorkerSide
+
+TIERS = """
+[tiers]
+device_bytes = 0
+host_bytes = {} KiB
+huge_pages = no
+"""
+LAYERS, HEADS, SIZE = 2, 2, 8       # of a rank
+BLOCK, ENGINE_BLOCK = 4, 6          # tokens: neither divides the other
+RANKS = 2
+
+
+# ------------------------------------------------------------- blocks
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_are_every_token_once(seed):
+    source = random.Random(seed)
+    block, engine_block = source.randint(1, 40), source.randint(1, 40)
+    first = source.randint(0, 200)
+    end = first + source.randint(0, 300)
+    most = source.choice([1, 7, 64])
+    seen = []
+    for piece in pieces(first, end, block, engine_block, most):
+        assert 1 <= piece.count <= most
+        assert piece.offset + piece.count <= block
+        assert piece.engine_offset + piece.count <= engine_block
+        for i in range(piece.count):
+            token = piece.block * block + piece.offset + i
+            assert token == piece.engine_block * engine_block + piece.engine_offset + i
+            seen.append(token)
+    assert seen == list(range(first, end))
+
+
+def test_pieces_refuse_what_cannot_be():
+    for bad in ((-1, 3, 4, 4), (5, 3, 4, 4), (0, 3, 0, 4), (0, 3, 4, 0)):
+        with pytest.raises(ValueError):
+            list(pieces(*bad))
+
+
+def test_orders_are_told_from_what_lies_where():
+    numbers = np.arange(6 * 8)
+    assert find_order(numbers, 6, 8) == ORDER_PLAIN
+    assert find_order(numbers.reshape(6, 8).T.reshape(-1), 6, 8) == ORDER_TRANSPOSED
+    packed = numbers.reshape(3, 2, 8).transpose(0, 2, 1).reshape(-1)  # pairs of tokens, by dim
+    assert find_order(packed, 6, 8) is None
+    assert find_order(numbers[::-1], 6, 8) is None
+
+
+@pytest.mark.parametrize("order_k", [ORDER_PLAIN, ORDER_TRANSPOSED])
+@pytest.mark.parametrize("order_v", [ORDER_PLAIN, ORDER_TRANSPOSED])
+def test_a_layer_is_seen_by_token_whatever_its_order(order_k, order_v):
+    source = np.random.default_rng(1)
+    memory = source.integers(0, 60000, (3, HEADS, 2 * ENGINE_BLOCK * SIZE)).astype(np.uint16)
+    layer = EngineLayer(memory, ENGINE_BLOCK, SIZE, order_k, order_v)
+    for block, head, token, dim in ((0, 0, 0, 0), (2, 1, 5, 7), (1, 0, 3, 6)):
+        half = memory[block, head].reshape(2, -1)
+        for view, part, order in ((layer.keys, half[0], order_k), (layer.values, half[1], order_v)):
+            place = token * SIZE + dim if order == ORDER_PLAIN else dim * ENGINE_BLOCK + token
+            assert view[block, head, token, dim] == part[place]
+    with pytest.raises(ValueError, match="in one piece"):
+        EngineLayer(memory[:, :, ::2], ENGINE_BLOCK, SIZE, order_k, order_v)
+
+
+# ------------------------------------------------------------- identities
+
+FACTS = naming.Facts(model="m", revision="1", tokenizer="t", template="c", rope={"theta": 1e4},
+                     mask={"window": 4}, config_digest="f", compute_dtype="bf16",
+                     cache_dtype="auto", scales_digest="s", layout="l", quantization="q",
+                     extra={"site": "a"})
+
+
+def bytes_of(identity):
+    return identity.message().SerializeToString(deterministic=True)
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(naming.Facts)])
+def test_every_fact_counts(name):
+    other = {"rope": {"theta": 1e4, "factor": 4}, "mask": {"window": 8}, "extra": {"site": "b"}}
+    changed = dataclasses.replace(FACTS, **{name: other.get(name, "other")})
+    assert bytes_of(changed.identity()) != bytes_of(FACTS.identity())
+
+
+def test_parts_cannot_stand_in_for_each_other():
+    """Case A1, and one word in each place."""
+    made = {bytes_of(FACTS.identity(adapter)) for adapter in (
+        None, naming.Adapter("x", "1", "v1"), naming.Adapter("x", "2", "v1"),
+        naming.Adapter("x", "1", "v2"), naming.Adapter("1", "x", "v1"))}
+    assert len(made) == 5
+    assert bytes_of(dataclasses.replace(FACTS, model="m1", revision="").identity()) != \
+        bytes_of(dataclasses.replace(FACTS, model="m", revision="1").identity())
+    assert naming.digest("ab", "c") != naming.digest("a", "bc") != naming.digest("abc")
+
+
+def test_long_parts_are_digests_and_still_count():
+    long = {"factors": list(range(200))}
+    one = dataclasses.replace(FACTS, rope=long).identity()
+    two = dataclasses.replace(FACTS, rope={"factors": list(range(1, 201))}).identity()
+    assert len(one.position_encoding) <= 255 and one != two
+
+
+def test_an_adapter_whose_files_change_is_not_cached(tmp_path):
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
+    adapters = naming.Adapters()
+    first = adapters.find("x", 1, str(tmp_path))
+    assert first == adapters.find("x", 1, str(tmp_path)) and first.version
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"other")
+    assert adapters.find("x", 1, str(tmp_path)) is None   # the engine still has the old one
+    again = adapters.find("x", 1, str(tmp_path), True)    # unless it was told to load it anew
+    assert again is not None and again.version != first.version
+    assert adapters.find("x", 1, str(tmp_path / "none")) is None
+
+
+def test_sampled_digests_see_other_weights(tmp_path):
+    source = np.random.default_rng(1)
+    weights = source.integers(0, 255, 3 << 20, dtype=np.uint8)
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(
+            (weights + (name == "b")).tobytes()[:-1 if name == "c" else None])
+        (tmp_path / name / "README.md").write_text(name)
+    same = naming.sampled_digest(tmp_path / "a", r".*\.safetensors")
+    assert len({naming.sampled_digest(tmp_path / name, r".*\.safetensors")
+                for name in "abc"}) == 3
+    (tmp_path / "a" / "README.md").write_text("changed")
+    assert naming.sampled_digest(tmp_path / "a", r".*\.safetensors") == same
+
+
+def test_images_are_told_apart(client):
+    """Case A3, by the digests that vLLM gives."""
+    space = client.open_space(FACTS.identity(), [group()], block_tokens=4)
+    tokens = [1, 2, 3, 4, 5, 6] + [9] * 10
+
+    def prompt(first, name):
+        return kvkeep.Prompt(tokens, spans=naming.spans([(first, 10, name)], len(tokens)))
+
+    with client.session() as session:
+        with session.open_sequence(space, prompt(6, "1" * 60 + "abcd")) as sequence:
+            sequence.seal(all_ranks=True)
+    assert client.lookup(space, prompt(6, "1" * 60 + "abcd")).cached_tokens == 16
+    assert client.lookup(space, prompt(6, "2" * 60 + "abcd")).cached_tokens == 4
+    assert client.lookup(space, prompt(7, "1" * 60 + "abcd")).cached_tokens <= 4
+    assert client.lookup(space, tokens).cached_tokens == 4
+
+
+def test_settings_name_what_they_do_not_know():
+    assert Settings.of({"target": "unix:/x"}).target == "unix:/x"
+    for wrong in ({"tagret": "x"}, {"block_tokens": 0}, {"layout": "odd"}, {"lookups": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Settings.of(wrong)
+
+
+def test_reports_of_ranks_are_joined():
+    one = Report({1: (True, 1), 2: (True, 1)}, {3: 1})
+    joined = one.join(Report({1: (False, 1), 4: (True, 1)}, {3: 1}))
+    assert joined.done == {1: (False, 2), 2: (True, 1), 4: (True, 1)} and joined.joined == {3: 2}
+
+
+# ------------------------------------------------------------- a request's life
+
+def group():
+    return kvkeep.LayerGroup(layers=LAYERS, kv_heads=RANKS * HEADS, head_size_k=SIZE,
+                             format_k=kvkeep.Format.BF16)
+
+
+class Ask:
+    """A request as an engine has it."""
+
+    def __init__(self, name, tokens, salt="", adapter=None):
+        self.tokens = list(tokens)
+        self.computed = 0
+        self.again = False
+        self.name, self.salt, self.adapter = name, salt, adapter
+
+    def view(self):
+        return Request(self.name, lambda: self.tokens, self.salt, (), self.adapter, self.again,
+                       lambda: self.computed)
+
+
+class Tiny:
+    """An engine of two ranks that computes K and V from tokens alone: value = f(position, token,
+    layer, rank). It has vLLM's order of calls, and nothing else of it."""
+
+    def __init__(self, target, blocks=64, **settings):
+        self.settings = Settings(target=target, block_tokens=BLOCK, lookup_wait_ms=10_000,
+                                 start_wait_ms=10_000, **settings)
+        self.memories = [[np.zeros((blocks, HEADS, 2 * ENGINE_BLOCK * SIZE), np.uint16)
+                          for _ in range(LAYERS)] for _ in range(RANKS)]
+        self.layers = [[EngineLayer(memory, ENGINE_BLOCK, SIZE, ORDER_TRANSPOSED, ORDER_PLAIN)
+                        for memory in rank] for rank in self.memories]
+        self.scheduler = SchedulerSide(self.settings)
+        self.workers = [WorkerSide(self.settings, rank, ENGINE_BLOCK, [self.layers[rank]], [])
+                        for rank in range(RANKS)]
+        self.scheduler.start(Model(FACTS, (group(),), BLOCK, ENGINE_BLOCK, RANKS))
+        self.free = list(range(blocks))
+        self.tables = {}
+        self.received = {}
+        self.sent = {}
+        self.failed = set()
+
+    def close(self):
+        self.scheduler.close()
+        for worker in self.workers:
+            worker.close()
+
+    @staticmethod
+    def value(position, token, layer, rank):
+        return (position * 31 + token * 7 + layer * 3 + rank * 1000) & 0xFFFF
+
+    def step(self, asks=(), preempted=()):
+        """Compute some tokens of each ask: [(ask, count)]."""
+        orders = self.scheduler.step({ask.name: count for ask, count in asks}, preempted,
+                                     self.tables.__getitem__)
+        copies = [dataclasses.replace(orders, loads=list(orders.loads), saves=list(orders.saves),
+                                      early_saves=list(orders.early_saves),
+                                      releases=list(orders.releases)) for _ in self.workers]
+        for worker, mine in zip(self.workers, copies):
+            worker.begin(mine)
+            worker.start_loads(mine)
+        for ask, count in asks:
+            self.compute(ask, count)
+        report = Report()
+        for worker, mine in zip(self.workers, copies):
+            worker.save(mine)
+            sent, received = worker.finished()
+            for names, counts in ((sent, self.sent), (received, self.received)):
+                for name in names:
+                    counts[name] = counts.get(name, 0) + 1
+            self.failed |= worker.failed_blocks()
+            part = worker.report()
+            if part is not None:
+                report.join(part)
+        self.scheduler.reported(report)
+        return orders
+
+    def compute(self, ask, count):
+        for position in range(ask.computed, ask.computed + count):
+            block = self.tables[ask.name][position // ENGINE_BLOCK]
+            for rank in range(RANKS):
+                for layer in range(LAYERS):
+                    value = self.value(position, ask.tokens[position], layer, rank)
+                    view = self.layers[rank][layer]
+                    view.keys[block, :, position % ENGINE_BLOCK] = value
+                    view.values[block, :, position % ENGINE_BLOCK] = value ^ 0x5555
+        ask.computed += count
+
+    def check(self, ask, end):
+        """The first `end` tokens are in the cache as they were computed."""
+        for position in range(end):
+            block = self.tables[ask.name][position // ENGINE_BLOCK]
+            for rank in range(RANKS):
+                for layer in range(LAYERS):
+                    value = self.value(position, ask.tokens[position], layer, rank)
+                    view = self.layers[rank][layer]
+                    assert (view.keys[block, :, position % ENGINE_BLOCK] == value).all()
+                    assert (view.values[block, :, position % ENGINE_BLOCK] == value ^ 0x5555).all()
+
+    def match(self, ask, local=0):
+        end = time.monotonic() + 20
+        while (found := self.scheduler.match(ask.view(), local)) is None:
+            self.step()
+            assert time.monotonic() < end
+        return found
+
+    def admit(self, ask, external, local=0):
+        count = -(-len(ask.tokens) // ENGINE_BLOCK) + 4
+        self.tables[ask.name] = [self.free.pop() for _ in range(count)]
+        self.scheduler.allocated(ask.name, self.tables[ask.name], external)
+        if external:
+            end = time.monotonic() + 20
+            while self.received.get(ask.name, 0) < RANKS:
+                self.step()
+                assert time.monotonic() < end
+            del self.received[ask.name]
+            ask.computed = local + external
+
+    def prefill(self, ask, local=0):
+        found = self.match(ask, local)
+        self.admit(ask, found, local)
+        return found
+
+    def run(self, ask):
+        """Look up, load, compute the rest, end."""
+        found = self.prefill(ask)
+        if found and not self.failed:
+            self.check(ask, found)
+        while ask.computed < len(ask.tokens):
+            self.step([(ask, min(5, len(ask.tokens) - ask.computed))])
+        self.finish(ask)
+        return found
+
+    def finish(self, ask):
+        ask.tokens.append(3)  # the last sampled token, never computed
+        delay = self.scheduler.finished(ask.name, ask.computed, self.tables[ask.name])
+        end = time.monotonic() + 20
+        while delay and self.sent.get(ask.name, 0) < RANKS:
+            self.step()
+            assert time.monotonic() < end
+        self.free += self.tables.pop(ask.name)
+
+    def settle(self):
+        """Until nothing is under way."""
+        end = time.monotonic() + 20
+        while self.scheduler._orders or self.scheduler._tracked or \
+                not self.scheduler._jobs.empty():
+            self.step()
+            time.sleep(0.01)
+            assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def tiny(start):
+    engines = []
+
+    def begin(daemon, **settings):
+        engines.append(Tiny(daemon.target, **settings))
+        return engines[-1]
+
+    yield begin
+    for engine in engines:
+        engine.close()
+
+
+def words(seed, count):
+    source = random.Random(seed)
+    return [source.randrange(1000) for _ in range(count)]
+
+
+def sequences(client):
+    from kvkeep.v1 import kvkeep_pb2 as pb
+
+    return len(client.admin.ListSequences(pb.ListSequencesRequest(),
+                                          metadata=client.metadata).sequences)
+
+
+def test_two_engines_share_byte_for_byte(start, tiny):
+    daemon = start(TIERS.format(1024))
+    one, two = tiny(daemon), tiny(daemon)
+    prompts = [words(i, count) for i, count in enumerate((3, 4, 5, 11, 12, 13, 40, 77))]
+    for i, prompt in enumerate(prompts):
+        assert one.run(Ask(f"a{i}", prompt)) == 0
+    one.settle()
+    for i, prompt in enumerate(prompts):
+        expected = min(len(prompt) // 4 * 4, len(prompt) - 1) if len(prompt) >= 4 else 0
+        assert two.run(Ask(f"b{i}", prompt)) == expected
+    two.settle()
+    counts = two.scheduler.counted()
+    assert counts["queries"] == 7 and counts["failed_loads"] == 0
+    assert counts["loaded_tokens"] == counts["hit_tokens"] > 0
+    with kvkeep.connect(daemon.target) as client:
+        assert sequences(client) == 0
+
+
+def test_salts_and_adapters_are_kept_apart(start, tiny, tmp_path):
+    daemon = start(TIERS.format(1024))
+    engine = tiny(daemon)
+    prompt = words(1, 24)
+    (tmp_path / "weights").write_bytes(b"w")
+    ways = [{}, {"salt": "x"}, {"salt": "y"}, {"adapter": ("x", 1, str(tmp_path), False)},
+            {"adapter": ("x", 2, str(tmp_path), False)}]
+    for i, way in enumerate(ways):
+        assert engine.run(Ask(f"a{i}", prompt, **way)) == 0
+        engine.settle()
+    for i, way in enumerate(ways):
+        assert engine.run(Ask(f"b{i}", prompt, **way)) == 23
+        engine.settle()
+    (tmp_path / "weights").write_bytes(b"changed")  # under the engine: not cached any more
+    assert engine.run(Ask("c", prompt, **ways[-1])) == 0
+
+
+def test_what_is_decoded_is_saved_as_it_fills(start, tiny):
+    engine = tiny(start(TIERS.format(1024)))
+    ask = Ask("a", words(1, 10))
+    engine.prefill(ask)
+    engine.step([(ask, 10)])
+    for token in words(2, 23):
+        ask.tokens.append(token)
+        engine.step([(ask, 1)])
+    engine.finish(ask)  # 33 computed: the last full block may just have been asked for
+    engine.settle()
+    assert engine.scheduler.counted()["saved_tokens"] == 32
+    assert engine.run(Ask("b", ask.tokens[:33])) == 32
+
+
+def test_a_preempted_request_comes_back_to_what_it_had(start, tiny):
+    daemon = start(TIERS.format(1024))
+    engine = tiny(daemon)
+    ask = Ask("a", words(1, 30))
+    engine.prefill(ask)
+    engine.step([(ask, 18)])
+    ask.computed, ask.again = 0, True
+    engine.step(preempted=["a"])
+    engine.free += engine.tables.pop("a")
+    engine.settle()
+    assert engine.prefill(ask) == 16
+    engine.check(ask, 16)
+    engine.step([(ask, 14)])
+    engine.finish(ask)
+    engine.settle()
+    counts = engine.scheduler.counted()
+    assert (counts["queries"], counts["hit_tokens"], counts["saved_tokens"]) == (1, 0, 28)
+
+
+def test_a_full_tier_serves_hits_and_saves_nothing(start, tiny):
+    """4 KiB a block of both ranks: room for 16."""
+    daemon = start(TIERS.format(16))
+    with kvkeep.connect(daemon.target) as client, client.session() as other:
+        engine = tiny(daemon)
+        known = words(1, 16)
+        engine.run(Ask("a", known))
+        engine.settle()
+        space = client.open_space(FACTS.identity(), [group()], block_tokens=BLOCK,
+                                  tensor_shards=RANKS)
+        room = client.server_info().host_bytes // space.block_bytes[0]
+        with other.open_sequence(space, words(9, (room - 4) * BLOCK)):
+            assert engine.run(Ask("b", known + words(2, 40))) == 16
+            engine.settle()
+            assert engine.scheduler.counted()["refused"] == 1
+        assert engine.run(Ask("c", known + words(3, 40))) == 16
+        engine.settle()
+        assert engine.run(Ask("d", known + words(3, 40))) == 55
+        engine.settle()
+
+
+def test_a_reset_forgets_what_runs_too(start, tiny):
+    daemon = start(TIERS.format(1024))
+    engine = tiny(daemon)
+    prompt = words(1, 24)
+    engine.run(Ask("a", prompt))
+    engine.settle()
+    running = Ask("b", words(2, 24))
+    engine.prefill(running)
+    engine.step([(running, 12)])
+    assert engine.scheduler.reset()
+    engine.step([(running, 12)])
+    engine.finish(running)
+    engine.settle()
+    assert engine.run(Ask("c", prompt)) == 0
+    assert engine.run(Ask("d", words(2, 24))) == 0  # computed in part before the reset
+    engine.settle()
+    assert engine.run(Ask("e", prompt)) == 23
+
+
+def test_a_reset_without_a_daemon_is_made_up_for(start, tiny):
+    """Memory that outlives the daemon is not here; another engine could have it, so nothing is
+    looked up before the daemon was told."""
+    daemon = start(TIERS.format(1024))
+    engine = tiny(daemon, reconnect_ms=20)
+    prompt = words(1, 24)
+    engine.run(Ask("a", prompt))
+    engine.settle()
+    daemon.kill()
+    wait(lambda: not engine.scheduler.connected)
+    assert not engine.scheduler.reset()
+    daemon.start()
+    wait(lambda: engine.scheduler.connected)
+    assert not engine.scheduler._must_reset
+    assert engine.run(Ask("b", prompt)) == 0
+
+
+def wait(check):
+    end = time.monotonic() + 20
+    while not check():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_daemon_that_goes_takes_nothing_with_it(start, tiny):
+    daemon = start(TIERS.format(1024))
+    engine = tiny(daemon, reconnect_ms=20)
+    prompt = words(1, 24)
+    engine.run(Ask("a", prompt))
+    engine.settle()
+    # It goes while a load is ordered, and while a request runs.
+    running = Ask("b", words(2, 30))
+    engine.prefill(running)
+    engine.step([(running, 10)])
+    hit = Ask("c", prompt)
+    assert engine.match(hit) == 23
+    daemon.kill()
+    wait(lambda: not engine.scheduler.connected)
+    for worker in engine.workers:
+        wait(lambda worker=worker: worker._link.session.ended.is_set())
+    engine.admit(hit, 23)
+    assert engine.failed  # told, so that these blocks are computed
+    hit.computed = 0
+    assert engine.scheduler.match(hit.view(), 0) == 0
+    engine.step([(hit, 24), (running, 20)])
+    engine.finish(hit)
+    engine.finish(running)
+    assert engine.run(Ask("d", prompt)) == 0  # without: computed
+    daemon.start()
+    wait(lambda: engine.scheduler.connected)
+    engine.failed.clear()
+    assert engine.run(Ask("e", prompt)) == 0  # this daemon keeps nothing
+    engine.settle()
+    assert engine.run(Ask("f", prompt)) == 23
+    engine.settle()
+    assert engine.scheduler.counted()["lost"] == 1
+
+
+def test_an_abort_during_a_load_holds_nothing(start, tiny):
+    daemon = start(TIERS.format(1024))
+    engine = tiny(daemon)
+    prompt = words(1, 24)
+    engine.run(Ask("a", prompt))
+    engine.settle()
+    for i in range(20):
+        ask = Ask(f"b{i}", prompt)
+        assert engine.match(ask) == 23
+        engine.tables[ask.name] = [engine.free.pop() for _ in range(8)]
+        engine.scheduler.allocated(ask.name, engine.tables[ask.name], 23)
+        engine.step()
+        assert not engine.scheduler.finished(ask.name, 0, engine.tables[ask.name])
+        wait(lambda ask=ask: engine.step() and engine.received.get(ask.name, 0) == RANKS)
+        engine.free += engine.tables.pop(ask.name)
+    engine.settle()
+    with kvkeep.connect(daemon.target) as client:
+        assert sequences(client) == 0
+
+
+def test_nothing_waits_for_a_daemon_that_does_not_answer(start, tiny):
+    import os
+    import signal
+
+    daemon = start(TIERS.format(1024))
+    engine = tiny(daemon, call_timeout_s=1.0)
+    engine.run(Ask("a", words(1, 24)))
+    engine.settle()
+    os.kill(daemon.process.pid, signal.SIGSTOP)
+    try:
+        object.__setattr__(engine.settings, "lookup_wait_ms", 100)
+        ask = Ask("b", words(2, 24))
+        begin = time.monotonic()
+        calls = 0
+        while engine.scheduler.match(ask.view(), 0) is None:
+            calls += 1
+            time.sleep(0.005)
+        assert 0.09 < time.monotonic() - begin < 1.0 and calls > 5
+        assert engine.scheduler.counted()["late"] == 1
+        begin = time.monotonic()
+        engine.admit(ask, 0)
+        engine.step([(ask, 24)])
+        engine.finish(ask)
+        assert time.monotonic() - begin < 0.5
+    finally:
+        os.kill(daemon.process.pid, signal.SIGCONT)
+
+
+def test_tenants_never_share(start, tiny):
+    daemon = start(TIERS.format(1024) + """
+[tenant x]
+[tenant y]
+[credential a]
+token = 0123456789abcdef0123456789abcdef
+tenants = x
+[credential b]
+token = fedcba9876543210fedcba9876543210
+tenants = y
+""")
+    one = tiny(daemon, token="0123456789abcdef0123456789abcdef")
+    two = tiny(daemon, token="fedcba9876543210fedcba9876543210")
+    prompt = words(1, 24)
+    one.run(Ask("a", prompt))
+    one.settle()
+    assert two.run(Ask("b", prompt)) == 0
+    assert two.run(Ask("c", prompt, salt="x")) == 0
+    assert one.run(Ask("d", prompt)) == 23
