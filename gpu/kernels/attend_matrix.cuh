@@ -263,27 +263,24 @@ __device__ __forceinline__ void kvk_matrix_weigh(const Shape &shared, const Form
 #pragma unroll 1
     for (int token = 0; token < kTileTokens; token += 32) {
         const Format *v_row = v + (token + lane) * Shape::kStrideV + column;
-        uint32_t weights[kRowTiles][2][2][4]; /* [high or low][tokens 0-15 or 16-31] */
-#pragma unroll
-        for (int m = 0; m < kRowTiles; m++) {
-#pragma unroll
-            for (int part = 0; part < 2; part++) {
-                const Format *row =
-                    shared.weights[part] + weight + m * 16 * Shape::kStrideWeights + token;
-                kvk_load_matrices(weights[m][part][0], row);
-                kvk_load_matrices(weights[m][part][1], row + 16);
-            }
-        }
-#pragma unroll
-        for (int n = 0; n < Shape::kColumnsV; n++) {
-            uint32_t b[4];
-            kvk_load_matrices_transposed(b, v_row + n * 8);
+#pragma unroll 1
+        for (int part = 0; part < 2; part++) { /* V twice rather than all weights in registers */
+            uint32_t weights[kRowTiles][2][4]; /* [tokens 0-15 or 16-31] */
 #pragma unroll
             for (int m = 0; m < kRowTiles; m++) {
+                const Format *row =
+                    shared.weights[part] + weight + m * 16 * Shape::kStrideWeights + token;
+                kvk_load_matrices(weights[m][0], row);
+                kvk_load_matrices(weights[m][1], row + 16);
+            }
 #pragma unroll
-                for (int part = 0; part < 2; part++) {
-                    kvk_multiply(values[m][n], weights[m][part][0], b, Format());
-                    kvk_multiply(values[m][n], weights[m][part][1], b + 2, Format());
+            for (int n = 0; n < Shape::kColumnsV; n++) {
+                uint32_t b[4];
+                kvk_load_matrices_transposed(b, v_row + n * 8);
+#pragma unroll
+                for (int m = 0; m < kRowTiles; m++) {
+                    kvk_multiply(values[m][n], weights[m][0], b, Format());
+                    kvk_multiply(values[m][n], weights[m][1], b + 2, Format());
                 }
             }
         }
