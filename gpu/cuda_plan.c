@@ -48,6 +48,18 @@ static uint32_t group_of(const struct kvk_attend *attend)
     return attend->query_heads / attend->kv_heads;
 }
 
+static struct kvk_cuda_part part_of(const struct kvk_attend *attend, bool is_value)
+{
+    const struct kvk_part part = kvk_attend_part(attend, is_value);
+
+    return (struct kvk_cuda_part){
+        .offset = is_value && !attend->latent ? attend->v_offset : attend->k_offset,
+        .scales_offset = part.scales_offset,
+        .row_bytes = (uint32_t)part.row_bytes,
+        .scale_stride = (uint32_t)part.scale_stride,
+    };
+}
+
 static uint64_t query_row_bytes(const struct kvk_attend *attend)
 {
     return (uint64_t)attend->query_heads * attend->head_size_k * kvk_format_bytes(attend->format_q);
@@ -302,8 +314,8 @@ enum kvk_status kvk_cuda_plan_init(struct kvk_cuda_plan *plan, const struct kvk_
     *plan = (struct kvk_cuda_plan){
         .launch =
             {
-                .k_offset = attend->k_offset,
-                .v_offset = attend->v_offset,
+                .k = part_of(attend, false),
+                .v = part_of(attend, true),
                 .query_heads = attend->query_heads,
                 .kv_heads = attend->kv_heads,
                 .head_size_k = attend->head_size_k,

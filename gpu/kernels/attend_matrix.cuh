@@ -347,10 +347,10 @@ __global__ void __launch_bounds__(KVK_MATRIX_THREADS) kvk_attend_matrix(kvk_cuda
             shared.places + index % (kStages + 1) * (uint32_t)kTileTokens;
         Format *stage = shared.stages[index % kStages];
         kvk_matrix_copy<Format, kTileTokens, kHeadSizeK, Shape::kStrideK>(stage, places,
-                                                                          attend.k_offset);
+                                                                          attend.k.offset);
         if (!kLatent) {
             kvk_matrix_copy<Format, kTileTokens, kHeadSizeV, Shape::kStrideV>(
-                stage + kOffsetV, places, attend.v_offset);
+                stage + kOffsetV, places, attend.v.offset);
         }
     };
 

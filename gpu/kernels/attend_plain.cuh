@@ -58,12 +58,13 @@ __device__ __forceinline__ void kvk_plain_score(const kvk_cuda_attend &attend,
             continue; /* so for the whole warp */
         }
         uint32_t slot = (tile.begin + column) % attend.block_tokens;
-        uint64_t first = ((uint64_t)blockIdx.y * attend.block_tokens + slot) * attend.head_size_k;
+        uint64_t k_row = (uint64_t)blockIdx.y * attend.block_tokens + slot;
         for (uint32_t row = 0; row < unit.row_count; row++) {
             float sum = 0;
             for (uint32_t i = lane; i < attend.head_size_k; i += KVK_WARP_THREADS) {
                 sum += shared.queries[row * attend.head_size_k + i] *
-                       kvk_value_read(attend.format_k, page + attend.k_offset, first + i);
+                       kvk_part_value(attend.k, attend.format_k, false, page, k_row, blockIdx.y,
+                                      slot, i);
             }
             for (uint32_t mask = KVK_WARP_THREADS / 2; mask > 0; mask /= 2) {
                 sum += kvk_shuffle_xor(sum, mask);
@@ -116,9 +117,6 @@ __device__ __forceinline__ void kvk_plain_weigh(const kvk_cuda_attend &attend,
                                                 const kvk_cuda_unit &unit,
                                                 const kvk_plain_shared &shared, kvk_tile tile)
 {
-    uint64_t offset = attend.latent ? attend.k_offset : attend.v_offset;
-    uint32_t stride = attend.latent ? attend.head_size_k : attend.head_size_v;
-
     for (uint32_t i = threadIdx.x; i < attend.head_size_v; i += KVK_PLAIN_THREADS) {
         for (uint32_t row = 0; row < unit.row_count; row++) {
             shared.values[row * attend.head_size_v + i] *= shared.factors[row];
@@ -129,8 +127,9 @@ __device__ __forceinline__ void kvk_plain_weigh(const kvk_cuda_attend &attend,
                 continue;
             }
             uint32_t slot = (tile.begin + column) % attend.block_tokens;
-            uint64_t first = ((uint64_t)blockIdx.y * attend.block_tokens + slot) * stride;
-            float value = kvk_value_read(attend.format_v, page + offset, first + i);
+            uint64_t v_row = (uint64_t)blockIdx.y * attend.block_tokens + slot;
+            float value = kvk_part_value(attend.v, attend.format_v, attend.latent == 0, page, v_row,
+                                         blockIdx.y, slot, i);
             for (uint32_t row = 0; row < unit.row_count; row++) {
                 float weight = shared.logits[row * KVK_PLAIN_TILE_TOKENS + column];
                 /* What a row does not see does not reach it, whatever it is. */

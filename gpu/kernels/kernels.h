@@ -57,6 +57,14 @@ struct kvk_cuda_merge {
     uint32_t source_count; /* 0: nothing is visible to it */
 };
 
+/* How the layer's K or V lies in a page, as struct kvk_part says it. */
+struct kvk_cuda_part {
+    uint64_t offset;        /* from the page's start */
+    uint64_t scales_offset; /* from the part's start */
+    uint32_t row_bytes;
+    uint32_t scale_stride;
+};
+
 /* Which kernel. */
 enum kvk_cuda_kernel {
     KVK_CUDA_KERNEL_PLAIN = 0,  /* fp32 arithmetic, every shape and format, any alignment */
@@ -77,8 +85,8 @@ struct kvk_cuda_attend {
     float *slot_output; /* [slots][kv_heads][head_size_v], not divided by the sum */
     float *slot_max;    /* [slots][kv_heads] */
     float *slot_sum;    /* [slots][kv_heads] */
-    uint64_t k_offset;  /* from a page's start: [kv_head][token][head_size_k] */
-    uint64_t v_offset;  /* likewise; not used where latent */
+    struct kvk_cuda_part k;
+    struct kvk_cuda_part v; /* where latent: k */
     uint32_t unit_count;
     uint32_t unit_rows; /* rows of a unit at most; chooses the kernel's variant */
     uint32_t merge_count;

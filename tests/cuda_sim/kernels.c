@@ -23,6 +23,21 @@ static uint32_t pick(struct kvk_random *random, const uint32_t *choices, uint32_
     return choices[kvk_random_below(random, count)];
 }
 
+/* Sometimes K and V are compact; where the shape allows it. */
+static void pick_compact(struct kvk_random *random, struct kvk_attend *attend)
+{
+    enum kvk_format format =
+        (enum kvk_format)(KVK_FORMAT_FP8_E4M3 + (int)kvk_random_below(random, 3));
+    bool fits = kvk_format_fits(format, attend->head_size_k) &&
+                kvk_format_fits(format, attend->head_size_v) &&
+                !(attend->latent && format == KVK_FORMAT_INT8_CHANNEL);
+
+    if (fits && kvk_random_chance(random, 0.35)) {
+        attend->format_k = format;
+        attend->format_v = format;
+    }
+}
+
 static void pick_shape(struct kvk_random *random, struct kvk_attend *attend)
 {
     static const uint32_t groups[] = {1, 2, 3, 4, 5, 8, 16, 17};
@@ -41,6 +56,7 @@ static void pick_shape(struct kvk_random *random, struct kvk_attend *attend)
     }
     attend->format_q = kvk_random_chance(random, 0.1) ? KVK_FORMAT_FP32 : attend->format_k;
     attend->format_v = kvk_random_chance(random, 0.1) ? KVK_FORMAT_FP32 : attend->format_k;
+    pick_compact(random, attend);
     attend->k_offset = kvk_random_below(random, 4) * (kvk_random_chance(random, 0.2) ? 25 : 16);
     attend->v_offset =
         attend->k_offset + gpu_case_k_bytes(attend) + kvk_random_below(random, 2) * 48;
