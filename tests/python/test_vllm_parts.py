@@ -2,7 +2,10 @@
 request between a scheduler's half and two ranks' halves over a real daemon."""
 
 import dataclasses
+import os
 import random
+import signal
+import threading
 import time
 
 import numpy as np
@@ -10,8 +13,9 @@ import pytest
 
 import kvkeep
 from kvkeep import vllm_identity as naming
+from kvkeep.v1 import kvkeep_pb2 as pb
 from kvkeep.vllm_blocks import (ORDER_PLAIN, ORDER_TRANSPOSED, EngineLayer, find_order, pieces)
-from kvkeep.vllm_orders import Orders, Report, Settings
+from kvkeep.vllm_orders import Report, Settings
 from kvkeep.vllm_scheduler import Model, Request, SchedulerSide
 from kvkeep.vllm_worker import WorkerSide
 
@@ -222,8 +226,9 @@ class Tiny:
     def value(position, token, layer, rank):
         return (position * 31 + token * 7 + layer * 3 + rank * 1000) & 0xFFFF
 
-    def step(self, asks=(), preempted=()):
-        """Compute some tokens of each ask: [(ask, count)]."""
+    def step(self, asks=(), preempted=(), reporting=range(RANKS)):
+        """Compute some tokens of each ask: [(ask, count)]. Ranks that are not reporting do so in a
+        later step."""
         orders = self.scheduler.step({ask.name: count for ask, count in asks}, preempted,
                                      self.tables.__getitem__)
         copies = [dataclasses.replace(orders, loads=list(orders.loads), saves=list(orders.saves),
@@ -242,7 +247,7 @@ class Tiny:
                 for name in names:
                     counts[name] = counts.get(name, 0) + 1
             self.failed |= worker.failed_blocks()
-            part = worker.report()
+            part = worker.report() if worker in [self.workers[rank] for rank in reporting] else None
             if part is not None:
                 report.join(part)
         self.scheduler.reported(report)
@@ -343,8 +348,6 @@ def words(seed, count):
 
 
 def sequences(client):
-    from kvkeep.v1 import kvkeep_pb2 as pb
-
     return len(client.admin.ListSequences(pb.ListSequencesRequest(),
                                           metadata=client.metadata).sequences)
 
@@ -415,6 +418,93 @@ def test_a_preempted_request_comes_back_to_what_it_had(start, tiny):
     engine.settle()
     counts = engine.scheduler.counted()
     assert (counts["queries"], counts["hit_tokens"], counts["saved_tokens"]) == (1, 0, 28)
+    with kvkeep.connect(daemon.target) as client:
+        stats = client.admin.GetStats(pb.GetStatsRequest(), metadata=client.metadata).stats
+    counted = {stat.name.decode(): stat.value for stat in stats}
+    assert counted["kvkeep_lookup_total"] == 1 and counted["kvkeep_lookup_retries_total"] == 1
+
+
+def test_a_preemption_saves_what_has_a_place(start, tiny):
+    """A block filled in the last step, whose place came since: it is saved before others get
+    vLLM's block."""
+    engine = tiny(start(TIERS.format(1024)))
+    ask = Ask("a", words(1, 10))
+    engine.prefill(ask)
+    engine.step([(ask, 10)])
+    for token in words(2, 2):
+        ask.tokens.append(token)
+        engine.step([(ask, 1)])  # the last one fills a block, and asks for its place
+    tracked = engine.scheduler._tracked["a"]
+    wait(lambda: tracked.length == 12 and not tracked.growing)
+    ask.computed, ask.again = 0, True
+    engine.step(preempted=["a"])
+    engine.settle()
+    assert engine.scheduler.counted()["saved_tokens"] == 12
+
+
+def test_a_block_is_sealed_when_all_ranks_have_it(start, tiny):
+    engine = tiny(start(TIERS.format(1024)))
+    ask = Ask("a", words(1, 10))
+    engine.prefill(ask)
+    engine.step([(ask, 10)], reporting=[1])
+    time.sleep(0.1)
+    assert engine.scheduler.counted()["saved_tokens"] == 0
+    engine.scheduler.finished("a", 10, engine.tables["a"])  # and it waits for them, once ended
+    engine.step(reporting=[])
+    time.sleep(0.1)
+    assert engine.scheduler.counted()["saved_tokens"] == 0
+    engine.step()
+    engine.settle()
+    assert engine.scheduler.counted()["saved_tokens"] == 8
+
+
+def test_a_rank_that_cannot_load_or_save_is_believed(start, tiny):
+    engine = tiny(start(TIERS.format(1024)))
+    prompt = words(1, 24)
+    engine.run(Ask("a", prompt))
+    engine.settle()
+
+    def broken(*_, **__):
+        raise OSError("broken by a test")
+
+    engine.workers[1]._copy = broken
+    ask = Ask("b", prompt)
+    assert engine.prefill(ask) == 23
+    assert engine.failed == set(engine.tables["b"][:4])
+    ask.computed = 0
+    assert engine.scheduler.match(ask.view(), 0) == 0  # not again
+    engine.step([(ask, 24)])
+    engine.finish(ask)
+    other = Ask("c", words(2, 24))
+    engine.prefill(other)
+    engine.step([(other, 24)])
+    engine.finish(other)
+    engine.settle()
+    counts = engine.scheduler.counted()
+    assert (counts["failed_loads"], counts["saved_tokens"]) == (1, 24)
+    del engine.workers[1]._copy
+    engine.failed.clear()
+    assert engine.run(Ask("d", words(2, 24))) == 0
+    assert engine.run(Ask("e", prompt)) == 23
+
+
+def test_a_finished_request_is_let_go_where_there_is_no_room(start, tiny):
+    daemon = start(TIERS.format(16))
+    with kvkeep.connect(daemon.target) as client, client.session() as other:
+        engine = tiny(daemon)
+        ask = Ask("a", words(1, 10))
+        engine.prefill(ask)
+        engine.step([(ask, 10)])
+        space = client.open_space(FACTS.identity(), [group()], block_tokens=BLOCK,
+                                  tensor_shards=RANKS)
+        room = client.server_info().host_bytes // space.block_bytes[0]
+        with other.open_sequence(space, words(9, (room - 3) * BLOCK)):
+            ask.tokens += words(2, 6)
+            ask.computed = 16
+            engine.finish(ask)
+            engine.settle()
+        counts = engine.scheduler.counted()
+        assert (counts["saved_tokens"], counts["refused"]) == (8, 1)
 
 
 def test_a_full_tier_serves_hits_and_saves_nothing(start, tiny):
@@ -455,6 +545,34 @@ def test_a_reset_forgets_what_runs_too(start, tiny):
     assert engine.run(Ask("d", words(2, 24))) == 0  # computed in part before the reset
     engine.settle()
     assert engine.run(Ask("e", prompt)) == 23
+    engine.settle()
+    held = Ask("f", prompt)
+    assert engine.match(held) == 23
+    assert engine.scheduler.reset()
+    assert engine.scheduler.match(held.view(), 0) == 0
+    assert not engine.scheduler.finished("f", 0, [])
+
+
+def test_an_answer_from_before_a_reset_is_not_used(start, tiny):
+    engine = tiny(start(TIERS.format(1024)))
+    prompt = words(1, 24)
+    engine.run(Ask("a", prompt))
+    engine.settle()
+    hold, answered, go = engine.scheduler._hold, threading.Event(), threading.Event()
+
+    def late(*arguments):
+        answer = hold(*arguments)
+        answered.set()
+        assert go.wait(20)
+        return answer
+
+    engine.scheduler._hold = late
+    ask = Ask("b", prompt)
+    assert engine.scheduler.match(ask.view(), 0) is None
+    assert answered.wait(20)
+    assert engine.scheduler.reset()
+    go.set()
+    assert engine.match(ask) == 0
 
 
 def test_a_reset_without_a_daemon_is_made_up_for(start, tiny):
@@ -536,9 +654,6 @@ def test_an_abort_during_a_load_holds_nothing(start, tiny):
 
 
 def test_nothing_waits_for_a_daemon_that_does_not_answer(start, tiny):
-    import os
-    import signal
-
     daemon = start(TIERS.format(1024))
     engine = tiny(daemon, call_timeout_s=1.0)
     engine.run(Ask("a", words(1, 24)))

@@ -370,6 +370,7 @@ def _model(config: "VllmConfig", settings: Settings, shapes: list[RankShape]) ->
         raise ValueError("kvkeep.vllm: the ranks' caches differ in shape or scales")
     ranks = len(shapes)
     raw = shape.layers[0].order_k is None
+    groups: tuple[LayerGroup, ...]
     block_tokens = shape.block_tokens if raw else settings.block_tokens
     if raw:
         size = sum(layer.block_bytes for layer in shape.layers)

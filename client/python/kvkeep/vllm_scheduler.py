@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence as SequenceOf
 
-from kvkeep.client import Client, Space
+from kvkeep.client import Client, Retry, Space
 from kvkeep.errors import Code, KvkeepError
 from kvkeep.session import Lease, Placement, Sequence, Session
 from kvkeep.shapes import ContentSpan, LayerGroup, PrefillCost, Prompt, Tier
@@ -36,6 +36,7 @@ logger = logging.getLogger("vllm.kvkeep")
 
 RECONNECT_MS_MAX = 5000
 PIN_MS = 60_000
+RETRY = Retry(attempts=2, first_ms=5, longest_ms=20)  # others' jobs wait behind
 TOUCHES_MAX = 256  # waiting to be told; what is past them is left out
 
 
@@ -683,7 +684,8 @@ class SchedulerSide:
 
     def _connect(self) -> _Up:
         client = Client(self.settings.target, token=self.settings.credential(),
-                        tenant=self.settings.tenant, timeout=self.settings.call_timeout_s)
+                        tenant=self.settings.tenant, timeout=self.settings.call_timeout_s,
+                        retry=RETRY)
         try:
             session = client.session(name="vllm-scheduler")
         except BaseException:

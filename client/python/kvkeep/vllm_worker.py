@@ -161,7 +161,7 @@ class WorkerSide:
             try:
                 self._copy(link, copy, load=False)
                 well = True
-            except (KvkeepError, OSError) as error:
+            except Exception as error:  # whatever it is, vLLM goes on
                 logger.warning("kvkeep: a save was left out: %s", error)
         with self._lock:
             self._report.done[copy.order] = (well, 1)
@@ -201,6 +201,7 @@ class WorkerSide:
             tier, slot, generation = copy.rows[piece.block - copy.first_block]
             memory = link.memory(copy.space, tier, group)
             keys, values = memory.array(slot)
+            assert values is not None  # latent caches are kept raw
             engine_block = copy.engine_blocks[piece.engine_block - copy.first_engine_block]
             for i, layer in enumerate(self._groups[group]):
                 if load:

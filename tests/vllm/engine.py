@@ -1,0 +1,158 @@
+"""One vLLM engine in a process of its own, driven by lines of JSON: what the tests start and kill.
+
+    engine.py '{"model": FOLDER, "kvkeep": {…settings} or null, …LLM's arguments}'
+
+Reads one command a line from stdin, answers one line on the descriptor that was stdout; whatever
+vLLM prints goes to stderr.
+"""
+
+import json
+import os
+import sys
+import time
+
+ANSWERS = os.fdopen(os.dup(1), "w", encoding="utf-8")
+os.dup2(2, 1)
+ASKED = json.loads(sys.argv[1])
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if ASKED.pop("apart", False) else "0"
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # several engines, few processors
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
+
+
+def answer(**values):
+    ANSWERS.write(json.dumps(values) + "\n")
+    ANSWERS.flush()
+
+
+class Engine:
+    def __init__(self, model, kvkeep, connector=None, **arguments):
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        transfer = None
+        if kvkeep is not None:
+            transfer = KVTransferConfig(
+                kv_connector="KvkeepConnector", kv_connector_module_path="kvkeep.vllm",
+                kv_role="kv_both", kv_load_failure_policy="recompute",
+                kv_connector_extra_config=kvkeep)
+        elif connector is not None:
+            transfer = KVTransferConfig(kv_connector=connector, kv_role="kv_both")
+        values = {"skip_tokenizer_init": True, "dtype": "bfloat16", "enforce_eager": True,
+                  "disable_log_stats": False, "seed": 0, "max_model_len": 4096, **arguments}
+        self.llm = LLM(model=model, kv_transfer_config=transfer, **values)
+        core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+        self.core = core
+        self.step_ns = []
+        if core is not None:
+            self._watch(core)
+        self.half = self.rank = None
+        if core is not None and kvkeep is not None:
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            self.half = core.scheduler.connector
+            self.rank = get_kv_transfer_group()
+
+    def _watch(self, core):
+        """The time of every step that computes something."""
+        step = core.step_fn
+
+        def watched():
+            begin = time.perf_counter_ns()
+            result = step()
+            if result[1]:
+                self.step_ns.append(time.perf_counter_ns() - begin)
+            return result
+
+        core.step_fn = watched
+
+    def generate(self, prompts, max_tokens=8, salt=None, lora=None, images=None):
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True,
+                                  detokenize=False, logprobs=1)
+        asked = [{"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
+                 for prompt in prompts]
+        begin = time.perf_counter()
+        outputs = self.llm.generate(asked, sampling, use_tqdm=False,
+                                    lora_request=LoRARequest(*lora) if lora else None)
+        seconds = time.perf_counter() - begin
+        return {"tokens": [list(output.outputs[0].token_ids) for output in outputs],
+                "logprobs": [[step[token].logprob for step, token in
+                              zip(output.outputs[0].logprobs, output.outputs[0].token_ids)]
+                             for output in outputs],
+                "cached": [output.num_cached_tokens for output in outputs],
+                "first_s": [output.metrics.first_token_latency if output.metrics else None
+                            for output in outputs],
+                "preempted": self._preempted(), "seconds": seconds}
+
+    def _preempted(self):
+        return sum(metric.value for metric in self.llm.get_metrics()
+                   if metric.name == "vllm:num_preemptions")
+
+    def counts(self):
+        """The connector's counters, and the time of it and of the steps."""
+        return {"counts": self.half.scheduler.counted(), "connected": self.half.scheduler.connected,
+                "own_ns": [self.half.own_ns, self.rank.own_ns], "step_ns": sum(self.step_ns),
+                "steps": len(self.step_ns)}
+
+    def reset(self, connector=False):
+        return {"reset": self.llm.reset_prefix_cache(reset_connector=connector)}
+
+    def break_loads(self, broken=True):
+        """The rank's copies out of kvkeep fail, half-way."""
+        worker = self.rank.worker
+        if broken:
+            copy = type(worker)._copy
+
+            def fail(link, order, load):
+                copy(worker, link, order, load)
+                if load:
+                    raise OSError("broken by a test")
+
+            worker._copy = fail
+        elif "_copy" in vars(worker):
+            del worker._copy
+        return {}
+
+    def spoil_loads(self, spoiled=True):
+        """What is loaded is not what was saved: outputs must show it, or no test here could fail."""
+        worker = self.rank.worker
+        if spoiled:
+            copy = type(worker)._copy
+
+            def spoil(link, order, load):
+                copy(worker, link, order, load)
+                if load:
+                    for layer in worker._groups[0]:
+                        for block in order.engine_blocks:
+                            layer.values[block] = 0
+
+            worker._copy = spoil
+        elif "_copy" in vars(worker):
+            del worker._copy
+        return {}
+
+    def step_begin(self):
+        self.step_ns.clear()
+        self.half.own_ns = self.rank.own_ns = 0
+        return {}
+
+
+def main():
+    engine = Engine(**ASKED)
+    answer(ready=True, pid=os.getpid())
+    for line in sys.stdin:
+        command = json.loads(line)
+        name = command.pop("do")
+        if name == "end":
+            break
+        answer(**getattr(engine, name)(**command))
+    engine.llm.llm_engine.engine_core.shutdown()
+    answer(ended=True)
+
+
+if __name__ == "__main__":
+    main()
