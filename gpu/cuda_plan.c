@@ -1,6 +1,7 @@
 /* Cutting a batch of attention into units for a CUDA device, and laying it out in one block. */
 #include "gpu/cuda_plan.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/assert.h"
@@ -15,6 +16,8 @@
 /* Shared memory that the plain kernel's rows may fill, and how many there are at most. */
 #define PLAIN_ROW_VALUES_MAX (96 * 1024 / 4)
 #define PLAIN_ROWS_MAX 16
+/* Shorter prefixes are read by each item that has them: less than a range. */
+#define SHARED_TOKENS_MIN 128
 /* Rows of a unit where all items are that short: one matrix. */
 #define FEW_ROWS 16
 /* Lists begin at multiples of it, and so do queries: the kernels copy 16 bytes at a time. */
@@ -31,6 +34,7 @@ struct lists {
     uint64_t merge_count;
     uint64_t source_count;
     uint64_t slot_count;
+    uint64_t token_count; /* of all units */
 };
 
 /* Where each part of the upload begins. */
@@ -89,8 +93,26 @@ static uint32_t plain_rows(const struct kvk_attend *attend)
     return rows < 1 ? 1 : rows > PLAIN_ROWS_MAX ? PLAIN_ROWS_MAX : rows;
 }
 
-static void choose_kernel(struct kvk_cuda_attend *launch, const struct kvk_attend *attend)
+/* Rows that go over the same tokens, at most. */
+static uint64_t rows_together(const struct kvk_cuda_plan *plan, const struct kvk_attend *attend)
 {
+    uint64_t most = 0;
+
+    for (uint32_t i = 0; i < plan->split.segment_count; i++) {
+        const struct kvk_attend_segment *segment = &plan->split.segments[i];
+        uint64_t rows = 0;
+        for (uint32_t member = 0; member < segment->member_count; member++) {
+            uint32_t item = plan->split.members[segment->first_member + member];
+            rows += (uint64_t)attend->items[item].query_count * group_of(attend);
+        }
+        most = rows > most ? rows : most;
+    }
+    return most;
+}
+
+static void choose_kernel(struct kvk_cuda_plan *plan, const struct kvk_attend *attend)
+{
+    struct kvk_cuda_attend *launch = &plan->launch;
     uint32_t rows = kvk_cuda_matrix_rows(attend->format_q, attend->format_k,
                                          attend->latent ? attend->format_k : attend->format_v,
                                          attend->head_size_k, attend->head_size_v, attend->latent);
@@ -101,12 +123,7 @@ static void choose_kernel(struct kvk_cuda_attend *launch, const struct kvk_atten
         return;
     }
     launch->kernel = KVK_CUDA_KERNEL_MATRIX;
-    launch->unit_rows = FEW_ROWS;
-    for (uint32_t i = 0; i < attend->item_count; i++) {
-        if ((uint64_t)attend->items[i].query_count * group_of(attend) > FEW_ROWS) {
-            launch->unit_rows = rows;
-        }
-    }
+    launch->unit_rows = rows_together(plan, attend) > FEW_ROWS ? rows : FEW_ROWS;
 }
 
 /* ---- The walk, once to count and once to write ------------------------------------------- */
@@ -155,6 +172,7 @@ static void add_unit(struct lists *lists, struct kvk_cuda_unit unit)
     if (lists->units != NULL) {
         lists->units[lists->unit_count] = unit;
     }
+    lists->token_count += unit.end - unit.begin;
     lists->unit_count++;
 }
 
@@ -212,12 +230,9 @@ static struct kvk_cuda_unit unit_of(const struct kvk_attend *attend,
     return unit;
 }
 
-static void walk(struct lists *lists, const struct kvk_cuda_plan *plan,
-                 const struct kvk_attend *attend)
+static void walk_items(struct lists *lists, const struct kvk_cuda_plan *plan,
+                       const struct kvk_attend *attend)
 {
-    uint64_t first_query = 0;
-    uint64_t first_page = 0;
-
     for (uint32_t i = 0; i < attend->item_count; i++) {
         const struct kvk_attend_item *item = &attend->items[i];
         uint64_t rows = (uint64_t)item->query_count * group_of(attend);
@@ -226,13 +241,168 @@ static void walk(struct lists *lists, const struct kvk_cuda_plan *plan,
             uint32_t count =
                 left < plan->launch.unit_rows ? (uint32_t)left : plan->launch.unit_rows;
             struct kvk_cuda_unit unit = unit_of(attend, item, row, count);
-            unit.first_page = first_page;
+            unit.first_page = plan->starts[i].page;
             unit.first_row = (uint32_t)lists->row_count;
-            add_rows(lists, attend, item, first_query, row, count);
+            add_rows(lists, attend, item, plan->starts[i].query, row, count);
             add_group(lists, plan, unit);
         }
-        first_query += item->query_count;
-        first_page += item->page_count;
+    }
+}
+
+/* ---- The same with shared prefixes -----------------------------------------------------------
+ * Every row is merged then, from as many slots as there were units that had it. */
+
+/* Slot `slot` has a part of the row: counted first, then written. */
+static void note_source(struct lists *lists, const struct kvk_attend *attend,
+                        const struct kvk_cuda_row *row, uint64_t slot)
+{
+    struct kvk_cuda_merge *merge =
+        &lists->merges[(uint64_t)row->query * group_of(attend) + row->head];
+
+    if (lists->sources != NULL) {
+        lists->sources[merge->first_source + merge->source_count] = (uint32_t)slot;
+    }
+    merge->source_count++;
+}
+
+static void add_shared_unit(struct lists *lists, const struct kvk_cuda_plan *plan,
+                            const struct kvk_attend *attend, struct kvk_cuda_unit unit)
+{
+    uint32_t end = unit.end;
+    bool more = unit.begin < end || unit.sinks_begin < unit.sinks_end;
+
+    while (more) {
+        unit.first_slot = (uint32_t)lists->slot_count;
+        unit.end =
+            end - unit.begin > plan->split_tokens ? unit.begin + (uint32_t)plan->split_tokens : end;
+        add_unit(lists, unit);
+        for (uint32_t i = 0; i < unit.row_count && lists->merges != NULL; i++) {
+            note_source(lists, attend, &lists->rows[unit.first_row + i], unit.first_slot + i);
+        }
+        lists->slot_count += unit.row_count;
+        lists->source_count += unit.row_count;
+        unit.begin = unit.end;
+        unit.sinks_begin = unit.sinks_end;
+        more = unit.begin < end;
+    }
+}
+
+/* What either of two ranges has. An empty one has nothing, wherever it is. */
+static void range_join(uint32_t *begin, uint32_t *end, uint32_t other_begin, uint32_t other_end)
+{
+    if (other_begin == other_end) {
+        return;
+    }
+    if (*begin == *end) {
+        *begin = other_begin;
+        *end = other_end;
+        return;
+    }
+    *begin = other_begin < *begin ? other_begin : *begin;
+    *end = other_end > *end ? other_end : *end;
+}
+
+static void range_clip(uint32_t *begin, uint32_t *end, uint64_t low, uint64_t high)
+{
+    *begin = *begin < low ? (uint32_t)low : *begin;
+    *end = *end > high ? (uint32_t)high : *end;
+    if (*begin >= *end) {
+        *begin = *end = 0;
+    }
+}
+
+static void walk_segment(struct lists *lists, const struct kvk_cuda_plan *plan,
+                         const struct kvk_attend *attend, const struct kvk_attend_segment *segment)
+{
+    const uint32_t *members = plan->split.members + segment->first_member;
+    uint64_t low = (uint64_t)segment->first_page * attend->block_tokens;
+    uint64_t high = low + (uint64_t)segment->page_count * attend->block_tokens;
+    uint32_t member = 0;
+    uint64_t row = 0;
+
+    while (member < segment->member_count) {
+        struct kvk_cuda_unit unit = {
+            .first_token = (int64_t)attend->items[members[0]].first_token,
+            .first_page = plan->starts[members[0]].page,
+            .first_row = (uint32_t)lists->row_count,
+        };
+        while (member < segment->member_count && unit.row_count < plan->launch.unit_rows) {
+            const struct kvk_attend_item *item = &attend->items[members[member]];
+            uint64_t left = (uint64_t)item->query_count * group_of(attend) - row;
+            uint32_t room = plan->launch.unit_rows - unit.row_count;
+            uint32_t count = left < room ? (uint32_t)left : room;
+            struct kvk_cuda_unit seen = unit_of(attend, item, row, count);
+            range_join(&unit.sinks_begin, &unit.sinks_end, seen.sinks_begin, seen.sinks_end);
+            range_join(&unit.begin, &unit.end, seen.begin, seen.end);
+            add_rows(lists, attend, item, plan->starts[members[member]].query, row, count);
+            unit.row_count += count;
+            row += count;
+            if (count == left) {
+                member++;
+                row = 0;
+            }
+        }
+        range_clip(&unit.sinks_begin, &unit.sinks_end, low, high);
+        range_clip(&unit.begin, &unit.end, low, high);
+        add_shared_unit(lists, plan, attend, unit);
+    }
+}
+
+/* One for each row of the batch, without sources so far. */
+static void fill_merges(struct lists *lists, const struct kvk_cuda_plan *plan,
+                        const struct kvk_attend *attend)
+{
+    for (uint32_t i = 0; i < attend->item_count; i++) {
+        const struct kvk_attend_item *item = &attend->items[i];
+        uint64_t rows = (uint64_t)item->query_count * group_of(attend);
+        struct kvk_cuda_merge *merges = &lists->merges[plan->starts[i].query * group_of(attend)];
+        for (uint64_t row = 0; row < rows; row++) {
+            merges[row] = (struct kvk_cuda_merge){
+                .query = (uint32_t)(plan->starts[i].query + row / group_of(attend)),
+                .head = (uint16_t)(row % group_of(attend)),
+                .partial = item->partial,
+            };
+        }
+    }
+}
+
+static void walk_shared(struct lists *lists, const struct kvk_cuda_plan *plan,
+                        const struct kvk_attend *attend)
+{
+    for (uint32_t i = 0; i < plan->split.segment_count; i++) {
+        walk_segment(lists, plan, attend, &plan->split.segments[i]);
+    }
+    lists->merge_count = plan->query_count * group_of(attend);
+}
+
+/* Write all lists: where prefixes are shared, sources are counted, then written. */
+static void fill_shared(struct lists lists, const struct kvk_cuda_plan *plan,
+                        const struct kvk_attend *attend)
+{
+    struct lists counting = lists;
+    uint64_t merge_count = plan->launch.merge_count;
+    uint64_t source_count = 0;
+
+    fill_merges(&lists, plan, attend);
+    counting.sources = NULL;
+    walk_shared(&counting, plan, attend);
+    KVK_ASSERT(counting.unit_count == plan->launch.unit_count);
+    KVK_ASSERT(counting.source_count == plan->source_count);
+    for (uint64_t i = 0; i < merge_count; i++) {
+        lists.merges[i].first_source = (uint32_t)source_count;
+        source_count += lists.merges[i].source_count;
+        lists.merges[i].source_count = 0;
+    }
+    walk_shared(&lists, plan, attend);
+}
+
+static void walk(struct lists *lists, const struct kvk_cuda_plan *plan,
+                 const struct kvk_attend *attend)
+{
+    if (plan->is_shared) {
+        walk_shared(lists, plan, attend);
+    } else {
+        walk_items(lists, plan, attend);
     }
 }
 
@@ -256,35 +426,21 @@ static struct layout layout_of(const struct kvk_cuda_plan *plan)
     return layout;
 }
 
-/* Tokens that all blocks of one KV head go over together, so that they can be dealt out. */
-static uint64_t total_tokens(const struct kvk_cuda_plan *plan, const struct kvk_attend *attend)
-{
-    uint64_t total = 0;
-
-    for (uint32_t i = 0; i < attend->item_count; i++) {
-        const struct kvk_attend_item *item = &attend->items[i];
-        uint64_t rows = (uint64_t)item->query_count * group_of(attend);
-        for (uint64_t row = 0; row < rows; row += plan->launch.unit_rows) {
-            uint64_t left = rows - row;
-            uint32_t count =
-                left < plan->launch.unit_rows ? (uint32_t)left : plan->launch.unit_rows;
-            struct kvk_cuda_unit unit = unit_of(attend, item, row, count);
-            total += unit.end - unit.begin;
-        }
-    }
-    return total;
-}
-
+/* Dealt out, the tokens that the blocks of all KV heads go over are as many for each. */
 static uint64_t choose_split(const struct kvk_cuda_plan *plan, const struct kvk_attend *attend,
                              const struct kvk_cuda_limits *limits)
 {
+    struct kvk_cuda_plan uncut = *plan;
+    struct lists lists = {0};
     uint64_t blocks = (uint64_t)limits->multiprocessor_count * BLOCKS_PER_MULTIPROCESSOR;
 
     KVK_ASSERT(limits->multiprocessor_count > 0);
     if (limits->split_tokens != 0) {
         return limits->split_tokens;
     }
-    uint64_t split = total_tokens(plan, attend) * attend->kv_heads / blocks + 1;
+    uncut.split_tokens = UINT32_MAX;
+    walk(&lists, &uncut, attend);
+    uint64_t split = lists.token_count * attend->kv_heads / blocks + 1;
     split = (split + SPLIT_TOKENS_STEP - 1) / SPLIT_TOKENS_STEP * SPLIT_TOKENS_STEP;
     return split < SPLIT_TOKENS_MIN ? SPLIT_TOKENS_MIN : split;
 }
@@ -300,10 +456,23 @@ static enum kvk_status items_measure(struct kvk_cuda_plan *plan, const struct kv
                                   item->page_count, UINT32_MAX / attend->block_tokens,
                                   "page_count (%u) is past what a launch counts", item->page_count);
         }
+        plan->starts[i].query = plan->query_count;
+        plan->starts[i].page = plan->page_count;
         plan->query_count += item->query_count;
         plan->page_count += item->page_count;
     }
     return KVK_OK;
+}
+
+static enum kvk_status share(struct kvk_cuda_plan *plan, const struct kvk_attend *attend,
+                             struct kvk_error *error)
+{
+    enum kvk_status status = kvk_attend_split_init(&plan->split, attend, SHARED_TOKENS_MIN, error);
+
+    for (uint32_t i = 0; status == KVK_OK && i < plan->split.segment_count; i++) {
+        plan->is_shared |= plan->split.segments[i].member_count > 1;
+    }
+    return status;
 }
 
 enum kvk_status kvk_cuda_plan_init(struct kvk_cuda_plan *plan, const struct kvk_attend *attend,
@@ -332,17 +501,27 @@ enum kvk_status kvk_cuda_plan_init(struct kvk_cuda_plan *plan, const struct kvk_
                 .causal = attend->causal,
             },
     };
+    plan->starts = calloc(attend->item_count, sizeof(*plan->starts));
+    if (plan->starts == NULL) {
+        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory to plan %u items",
+                        attend->item_count);
+    }
     enum kvk_status status = items_measure(plan, attend, error);
+    if (status == KVK_OK) {
+        status = share(plan, attend, error);
+    }
     if (status != KVK_OK) {
+        kvk_cuda_plan_finish(plan);
         return status;
     }
-    choose_kernel(&plan->launch, attend);
+    choose_kernel(plan, attend);
     plan->split_tokens = choose_split(plan, attend, limits);
     walk(&lists, plan, attend);
     uint64_t most = plan->query_count * attend->query_heads;
     most = most > lists.row_count ? most : lists.row_count;
     most = most > lists.source_count ? most : lists.source_count;
     if (most > INT32_MAX) {
+        kvk_cuda_plan_finish(plan);
         return kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_TOO_LARGE, "query_count", most,
                               INT32_MAX, "%llu rows are past what a launch counts (%d)",
                               (unsigned long long)most, INT32_MAX);
@@ -393,9 +572,13 @@ void kvk_cuda_plan_fill(const struct kvk_cuda_plan *plan, const struct kvk_atten
     KVK_ASSERT((uintptr_t)upload % 16 == 0);
     memset(upload, 0, layout.end);
     fill_queries_and_pages(attend, upload + layout.queries, upload + layout.pages);
-    walk(&lists, plan, attend);
-    KVK_ASSERT(lists.unit_count == plan->launch.unit_count);
-    KVK_ASSERT(lists.source_count == plan->source_count);
+    if (plan->is_shared) {
+        fill_shared(lists, plan, attend);
+    } else {
+        walk_items(&lists, plan, attend);
+        KVK_ASSERT(lists.unit_count == plan->launch.unit_count);
+        KVK_ASSERT(lists.source_count == plan->source_count);
+    }
     if (attend->alibi_slopes != NULL) {
         memcpy(upload + layout.slopes, attend->alibi_slopes, attend->query_heads * sizeof(float));
     }
@@ -448,4 +631,11 @@ void kvk_cuda_plan_scatter(const struct kvk_cuda_plan *plan, const struct kvk_at
         output += lse_bytes * attend->head_size_v;
         lse += lse_bytes;
     }
+}
+
+void kvk_cuda_plan_finish(struct kvk_cuda_plan *plan)
+{
+    kvk_attend_split_finish(&plan->split);
+    free(plan->starts);
+    plan->starts = NULL;
 }

@@ -3,16 +3,18 @@
  * bytes that carries it there.
  *
  * Plain C without CUDA, so that it is built and tested everywhere. A caller does:
- *     kvk_cuda_plan_init()            sizes; nothing allocated
+ *     kvk_cuda_plan_init()            sizes
  *     kvk_cuda_plan_fill(staging)     write upload_bytes into pinned host memory
  *     copy staging to the device      upload_bytes
  *     kvk_cuda_plan_bind(...)         device addresses into plan.launch
  *     kvk_cuda_attend_launch(&plan.launch, stream)
  *     copy results to the host        result_bytes
  *     kvk_cuda_plan_scatter(results)  into the items' output and lse
+ *     kvk_cuda_plan_finish()          also where something of this failed
  *
  * The cut: an item's rows (queries x heads of one KV head) in groups of unit_rows, and the tokens
- * that each group sees in ranges, so many that all multiprocessors have work.
+ * that each group sees in ranges, so many that all multiprocessors have work. A prefix that items
+ * share is read once: its units have rows of all of them.
  *
  * Locking: none; a plan is one caller's.
  */
@@ -22,12 +24,19 @@
 #include <stddef.h>
 
 #include "gpu/attend.h"
+#include "gpu/attend_shared.h"
 #include "gpu/kernels/kernels.h"
 
 /* Of the device. */
 struct kvk_cuda_limits {
     uint32_t multiprocessor_count;
     uint32_t split_tokens; /* a test's wish: tokens of a range; 0: as many as serve best */
+};
+
+/* Where an item's queries and pages begin among those of the batch. */
+struct kvk_cuda_plan_start {
+    uint64_t query;
+    uint64_t page;
 };
 
 struct kvk_cuda_plan {
@@ -41,10 +50,14 @@ struct kvk_cuda_plan {
     uint64_t slot_count;
     uint64_t page_count;
     uint64_t query_count;
+    struct kvk_attend_split split;      /* ours */
+    struct kvk_cuda_plan_start *starts; /* [item_count], ours */
+    bool is_shared;                     /* some items have pages in common */
 };
 
 /* `attend` has passed kvk_attend_check(); its pages are device addresses, all else is host memory.
- * KVK_EXHAUSTED: the batch is past what one launch can count (2^32 rows or units). */
+ * KVK_EXHAUSTED: no memory, or the batch is past what one launch can count (2^31 rows or units);
+ * there is then nothing to finish. */
 KVK_CHECKED enum kvk_status kvk_cuda_plan_init(struct kvk_cuda_plan *plan,
                                                const struct kvk_attend *attend,
                                                const struct kvk_cuda_limits *limits,
@@ -62,5 +75,7 @@ void kvk_cuda_plan_bind(struct kvk_cuda_plan *plan, const struct kvk_attend *att
 /* `results`: [result_bytes], as copied from the device. */
 void kvk_cuda_plan_scatter(const struct kvk_cuda_plan *plan, const struct kvk_attend *attend,
                            const uint8_t *results);
+
+void kvk_cuda_plan_finish(struct kvk_cuda_plan *plan);
 
 #endif

@@ -124,11 +124,13 @@ static enum kvk_status attend_on(struct kvk_device_cuda *cuda, struct kvk_cuda_l
         kvk_cuda_plan_fill(&plan, attend, lane->attend_host);
         result = launch(lane, attend, &plan);
     }
-    if (result != cudaSuccess) {
-        return kvk_cuda_fail(cuda, gpu, result, "attending", error);
+    if (result == cudaSuccess) {
+        kvk_cuda_plan_scatter(&plan, attend, lane->attend_host);
+    } else {
+        status = kvk_cuda_fail(cuda, gpu, result, "attending", error);
     }
-    kvk_cuda_plan_scatter(&plan, attend, lane->attend_host);
-    return KVK_OK;
+    kvk_cuda_plan_finish(&plan);
+    return status;
 }
 
 enum kvk_status kvk_cuda_attend(struct kvk_device *device, const struct kvk_attend *attend,

@@ -97,6 +97,7 @@ static inline int attend_case_run(struct gpu_case *test, uint32_t split_tokens)
     }
     attend_case_memory_free(upload);
     attend_case_memory_free(work);
+    kvk_cuda_plan_finish(&plan);
     return result;
 }
 
@@ -108,6 +109,7 @@ static inline enum kvk_cuda_kernel attend_case_kernel(const struct gpu_case *tes
     struct kvk_error error;
 
     KVK_ASSERT(kvk_cuda_plan_init(&plan, &test->attend, &limits, &error) == KVK_OK);
+    kvk_cuda_plan_finish(&plan);
     return (enum kvk_cuda_kernel)plan.launch.kernel;
 }
 

@@ -338,6 +338,67 @@ Test(cuda_kernels, nothing_to_see)
     gpu_case_free(&test);
 }
 
+/* Tokens that all units of the batch go over together. */
+static uint64_t unit_tokens(const struct gpu_case *test)
+{
+    const struct kvk_cuda_limits limits = {.multiprocessor_count = ATTEND_CASE_MULTIPROCESSORS};
+    struct kvk_cuda_plan plan;
+    struct kvk_error error;
+    uint64_t total = 0;
+
+    cr_assert_eq(kvk_cuda_plan_init(&plan, &test->attend, &limits, &error), KVK_OK);
+    uint8_t *upload = gpu_case_alloc(plan.upload_bytes);
+    uint8_t *work = gpu_case_alloc(plan.work_bytes);
+    kvk_cuda_plan_fill(&plan, &test->attend, upload);
+    kvk_cuda_plan_bind(&plan, &test->attend, upload, work);
+    for (uint32_t i = 0; i < plan.launch.unit_count; i++) {
+        total += plan.launch.units[i].end - plan.launch.units[i].begin;
+    }
+    kvk_cuda_plan_finish(&plan);
+    free(upload);
+    free(work);
+    return total;
+}
+
+/* Items of different lengths and positions begin with the same pages, some of them with more. */
+Test(cuda_kernels, shared_prefixes_are_read_once)
+{
+    for (uint32_t seed = 0; seed < 8; seed++) {
+        static const uint32_t splits[] = {0, 48};
+        const uint32_t pages = 9;
+        struct kvk_random random;
+        struct gpu_case test;
+        kvk_random_init(&random, seed);
+        plain_case(&test, seed % 4 == 3 ? KVK_FORMAT_FP32 : KVK_FORMAT_BF16, 0);
+        test.attend.item_count = 6;
+        test.attend.sink_logits = seed % 2 == 0 ? NULL : test.sinks;
+        test.attend.window = seed >= 6 ? 100 : 0;
+        test.attend.sinks = seed >= 6 ? 20 : 0;
+        uint64_t alone = 0;
+        for (uint32_t i = 0; i < test.attend.item_count; i++) {
+            uint64_t tokens = pages * 16 + (seed >= 6 ? 40 : 1 + kvk_random_below(&random, 60));
+            test.items[i] = (struct kvk_attend_item){
+                .query_count = i == 4 && seed < 6 ? 6 : 1,
+                .token_count = tokens,
+                .position = tokens - (i == 4 && seed < 6 ? 6 : 1),
+                .page_count = (uint32_t)((tokens + 15) / 16),
+                .partial = i == 2,
+            };
+            alone += tokens;
+            gpu_case_fill_item(&test, i, &random, 0);
+        }
+        for (uint32_t i = 1; i < 5; i++) { /* the last item is alone */
+            gpu_case_share(&test, 0, i, pages, &random);
+        }
+        gpu_case_expect(&test);
+        check_orders(&test, seed, splits[seed / 2 % 2]);
+        if (attend_case_kernel(&test) == KVK_CUDA_KERNEL_MATRIX && seed < 6) {
+            cr_assert_leq(unit_tokens(&test), alone - (uint64_t)pages * 16 * 4);
+        }
+        gpu_case_free(&test);
+    }
+}
+
 /* Sizes that no variant has, or one whose rows are too many, are refused before anything runs. */
 Test(cuda_kernels, unknown_variants_are_refused)
 {
