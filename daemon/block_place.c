@@ -22,6 +22,17 @@ enum kvk_tier kvk_block_tier(const struct kvk_block *block)
     return KVK_TIER_HOST;
 }
 
+int kvk_tier_descriptor(const struct kvk_group_tier *at, uint32_t shard)
+{
+    const struct kvk_region *region = &at->regions[shard];
+    return region->slabs != NULL ? region->slabs->fd : region->fd;
+}
+
+bool kvk_tier_is_lent(const struct kvk_group_tier *at)
+{
+    return at->lent_count > 0;
+}
+
 uint8_t *kvk_slot_address(const struct kvk_group *group, enum kvk_tier tier, uint32_t slot,
                           uint32_t shard)
 {

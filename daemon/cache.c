@@ -440,7 +440,7 @@ static void strays_measure_drops(struct kvk_cache *cache, struct kvk_group *grou
     state->stray_bytes = state->stray_bytes - at->stray_bytes + stray;
     state->pool.charge_bytes = state->pool.charge_bytes - at->stray_bytes + stray;
     at->stray_bytes = stray;
-    if (stray > 0) {
+    if (stray > 0 && !kvk_tier_is_lent(at)) {
         strays_punch(cache, group, tier);
     }
 }

@@ -104,6 +104,12 @@ void kvk_block_set_quarantined(struct kvk_cache *cache, uint32_t block, bool qua
  * held has one (a copy on disk alone is held only by those who are restoring it). */
 enum kvk_tier kvk_block_tier(const struct kvk_block *block);
 
+/* Can other processes reach the tier's memory, and how? A descriptor of it, or of the table of its
+ * slabs (base/slab_table.h); -1: not at all. */
+int kvk_tier_descriptor(const struct kvk_group_tier *at, uint32_t shard);
+/* Slabs of it are opened one by one by processes that would keep them: none leaves meanwhile. */
+bool kvk_tier_is_lent(const struct kvk_group_tier *at);
+
 /* Address of a shard of a slot that has memory. */
 uint8_t *kvk_slot_address(const struct kvk_group *group, enum kvk_tier tier, uint32_t slot,
                           uint32_t shard);

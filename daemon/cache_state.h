@@ -67,6 +67,9 @@ struct kvk_group_tier {
     uint64_t used_bytes;         /* = arena.used_count x arena.slot_bytes */
     uint64_t stray_bytes;        /* as last looked at */
     uint64_t stray_told_bytes;   /* the most that was logged */
+    uint32_t lent_count; /* mappings of device memory that processes have: its slabs stay theirs,
+                            since no handle can be called back */
+    bool lent_for_good;  /* the daemon ended before such a process: the memory is not given back */
     bool adopted; /* its files are of before, and what is in them has not come back yet: see warm.c
                    */
 };

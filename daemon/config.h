@@ -57,6 +57,13 @@ enum kvk_config_keeper {
     KVK_CONFIG_KEEPER_SYSTEMD,
 };
 
+enum kvk_device_kind {
+    KVK_DEVICE_CPU = 0,
+    KVK_DEVICE_CUDA = 1,
+};
+
+#define KVK_CONFIG_GPU_COUNT_MAX 16
+
 struct kvk_config {
     /* [server] */
     char unix_path[KVK_PATH_SIZE];
@@ -115,6 +122,12 @@ struct kvk_config {
     bool interleave_memory;
     bool lock_memory;
 
+    /* [device] */
+    uint32_t device_kind; /* enum kvk_device_kind */
+    uint32_t device_gpus[KVK_CONFIG_GPU_COUNT_MAX];
+    uint32_t device_gpu_count; /* 0: the first */
+    bool device_required;
+
     /* [cache] */
     enum kvk_evict_policy policy;
     bool cost_lists;       /* of rp-cost */
@@ -129,6 +142,7 @@ struct kvk_config {
     bool disk_uring;
     uint32_t disk_depth;      /* requests under way */
     uint32_t disk_admit_uses; /* so often used, a block is written; 1: every one */
+    uint64_t drain_flush_ms;  /* that a drain waits for writing behind */
     uint32_t disk_read_ahead; /* blocks that may wait to be read before anybody asks; 0: none */
     uint64_t scrub_bytes_per_second; /* 0: nothing is scrubbed */
     uint64_t scrub_interval_ms;      /* from the beginning of one pass to that of the next */

@@ -1,5 +1,10 @@
 #include "daemon/config_table.h"
 
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
 #define COUNT(array) (sizeof(array) / sizeof((array)[0]))
 #define AT(member) KVK_OPTION_AT(struct kvk_config, member)
 
@@ -340,6 +345,70 @@ static const struct kvk_option_field tiers_fields[] = {
 static const char *const policies[] = {"lru", "rp-cost", NULL};
 _Static_assert(KVK_EVICT_LRU == 0 && KVK_EVICT_RP_COST == 1, "the order of the words");
 
+/* "0,1": each once. */
+static bool gpus_read(void *record, void *member, const char *text, char *reason,
+                      size_t reason_size)
+{
+    struct kvk_config *config = record;
+    uint32_t count = 0;
+    (void)member;
+    config->device_gpu_count = 0;
+    if (strcmp(text, "first") == 0) {
+        return true;
+    }
+    for (const char *at = text;;) {
+        char *end;
+        unsigned long number = *at >= '0' && *at <= '9' ? strtoul(at, &end, 10) : ULONG_MAX;
+        if (number > 1023 || (*end != ',' && *end != '\0')) {
+            (void)snprintf(reason, reason_size, "must be first, or numbers such as 0,1");
+            return false;
+        }
+        for (uint32_t i = 0; i < count; i++) {
+            if (config->device_gpus[i] == number) {
+                (void)snprintf(reason, reason_size, "names GPU %lu twice", number);
+                return false;
+            }
+        }
+        if (count == KVK_CONFIG_GPU_COUNT_MAX) {
+            (void)snprintf(reason, reason_size, "must be at most %d GPUs",
+                           KVK_CONFIG_GPU_COUNT_MAX);
+            return false;
+        }
+        config->device_gpus[count++] = (uint32_t)number;
+        if (*end == '\0') {
+            config->device_gpu_count = count;
+            return true;
+        }
+        at = end + 1;
+    }
+}
+
+static const char *const device_kinds[] = {"cpu", "cuda", NULL};
+
+static const struct kvk_option_field device_fields[] = {
+    {.name = "kind",
+     .kind = KVK_OPTION_CHOICE,
+     AT(device_kind),
+     .fallback = "cpu",
+     .choices = device_kinds,
+     .help = "Where the device tier lies. cpu: in the machine's memory. cuda: in the memory of "
+             "GPUs, device_bytes of it over all of them; the host tier is page-locked for them."},
+    {.name = "gpus",
+     .kind = KVK_OPTION_CUSTOM,
+     AT(device_gpus),
+     .fallback = "first",
+     .read = gpus_read,
+     .range = "first, or numbers with commas between",
+     .help = "The GPUs, as CUDA counts them. A block's shards are dealt out over them in this "
+             "order, so that each tensor-parallel rank finds its own on its own GPU."},
+    {.name = "required",
+     .kind = KVK_OPTION_BOOL,
+     AT(device_required),
+     .fallback = "no",
+     .help = "Do not start where the GPUs cannot be used. no: then the log says so, and the device "
+             "tier lies in the machine's memory."},
+};
+
 static const struct kvk_option_field cache_fields[] = {
     {.name = "policy",
      .kind = KVK_OPTION_CHOICE,
@@ -437,6 +506,13 @@ static const struct kvk_option_field durable_fields[] = {
      .help = "Blocks that may wait to be read from disk before anybody asks for them, because a "
              "prompt that was looked up goes on there. They take only free room, or that of blocks "
              "that are on disk too. 0: nothing is read ahead."},
+    {.name = "drain_flush_ms",
+     .kind = KVK_OPTION_DURATION,
+     AT(drain_flush_ms),
+     .fallback = "10 s",
+     .maximum = HOUR,
+     .help = "How long kvkeepctl drain waits for blocks that are to be written to disk. It says how "
+             "many were not. 0: not at all."},
     {.name = "keeper",
      .kind = KVK_OPTION_CHOICE,
      AT(keeper),
@@ -636,6 +712,10 @@ static const struct kvk_option_section sections[] = {
      .help = "Memory for blocks, and what works on it.",
      .fields = tiers_fields,
      .field_count = COUNT(tiers_fields)},
+    {.name = "device",
+     .help = "What the device tier is made of.",
+     .fields = device_fields,
+     .field_count = COUNT(device_fields)},
     {.name = "cache",
      .help = "What is kept.",
      .fields = cache_fields,

@@ -229,7 +229,10 @@ enum kvk_status kvk_kept_alloc(struct kvk_cache *cache, struct kvk_device *devic
         file_drop(cache, before);
     }
     enum kvk_status status =
-        device->ops->alloc(device, size_bytes, piece_bytes, label, region, error);
+        device->ops->alloc_at != NULL
+            ? device->ops->alloc_at(device, name->shard, size_bytes, piece_bytes, label, region,
+                                    error)
+            : device->ops->alloc(device, size_bytes, piece_bytes, label, region, error);
     if (status == KVK_OK && cache->kept != NULL && region->fd >= 0) {
         name_write(name, text);
         keeper_put(cache, text, region->fd);

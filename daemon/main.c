@@ -16,6 +16,7 @@
 #include "daemon/audit.h"
 #include "daemon/cache.h"
 #include "daemon/config.h"
+#include "daemon/devices.h"
 #include "daemon/durable.h"
 #include "daemon/harden.h"
 #include "daemon/http.h"
@@ -309,17 +310,7 @@ static enum kvk_status build_server(struct house *house, struct kvk_error *error
 static enum kvk_status build_cache(struct house *house, struct kvk_error *error)
 {
     const struct kvk_config *config = house->config;
-    const struct kvk_device_cpu_options options = {.attend_thread_count = config->attend_threads,
-                                                   .huge_pages = config->huge_pages,
-                                                   .interleave = config->interleave_memory,
-                                                   .lock_memory = config->lock_memory};
-    enum kvk_status status = KVK_OK;
-    if (config->device_bytes > 0) {
-        status = kvk_device_cpu_open(&options, &house->device, error);
-    }
-    if (status == KVK_OK && config->host_bytes > 0) {
-        status = kvk_device_cpu_open(&options, &house->host_device, error);
-    }
+    enum kvk_status status = kvk_devices_open(config, &house->device, &house->host_device, error);
     if (status != KVK_OK) {
         return status;
     }

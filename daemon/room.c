@@ -265,8 +265,9 @@ bool kvk_room_slab_leave(struct kvk_cache *cache, struct kvk_group *group, enum 
     KVK_ASSERT(kvk_lock_held(&cache->lock));
     struct kvk_group_tier *at = &group->tiers[tier];
     struct kvk_tier_state *state = &cache->tiers[tier];
-    if (group->space->is_public) {
-        return false; /* sealed memory cannot be punched: it goes with its space */
+    if (group->space->is_public || kvk_tier_is_lent(at)) {
+        return false; /* sealed memory cannot be punched: it goes with its space; nor what others
+                         have opened */
     }
     struct kvk_punch *punch = calloc(1, sizeof(*punch));
     if (punch == NULL) {

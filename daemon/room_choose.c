@@ -46,7 +46,8 @@ static uint32_t victims_count(const struct kvk_group *group, enum kvk_tier tier)
 static bool may_give(const struct kvk_group *group, const struct kvk_group *giver,
                      enum kvk_tier tier, const struct kvk_room_want *want)
 {
-    if (giver == group || giver->space->is_public) { /* public memory goes as a whole */
+    if (giver == group || giver->space->is_public || /* public memory goes as a whole */
+        kvk_tier_is_lent(&giver->tiers[tier])) {
         return false;
     }
     if (want == NULL || giver->space != group->space || want->tier != tier) {

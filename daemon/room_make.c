@@ -530,7 +530,7 @@ static void ahead_give(struct kvk_cache *cache, struct kvk_group *group, enum kv
 {
     struct kvk_group_tier *at = &group->tiers[tier];
     uint32_t place = kvk_arena_next_place(&at->arena);
-    if (place == KVK_SLAB_NONE || at->places[place] == 0 ||
+    if (place == KVK_SLAB_NONE || at->places[place] == 0 || kvk_tier_is_lent(at) ||
         at->places[place] == KVK_PLACE_LEAVING ||
         kvk_pool_free_bytes(&cache->tiers[tier].pool) >= group->block_bytes) {
         return;

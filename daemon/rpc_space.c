@@ -145,6 +145,7 @@ static void fill_space(struct rpc_space_row *row, const struct kvk_space_report 
     info->query_tokens = report->query_tokens;
     info->hit_tokens = report->hit_tokens;
     info->generation = report->generation;
+    info->is_public = report->is_public;
 }
 
 static enum kvk_status reply_spaces(struct kvk_rpc_run *run, const struct kvk_space_report *reports,
@@ -325,5 +326,6 @@ KVK_RPC_HANDLER(kvk_rpc_map_memory)
     response.slot_stride = reply.slot_stride;
     response.slot_count = reply.slot_count;
     response.map_id = reply.map_id;
+    response.by_slabs = reply.by_slabs;
     return kvk_rpc_reply(run, &response.base, error);
 }

@@ -185,6 +185,8 @@ struct kvk_read_request {
 struct kvk_read_handle {
     uint32_t block_id;
     enum kvk_tier tier;
+    uint8_t
+        *fetched; /* the bytes of memory that the processor cannot read; NULL: not needed. Ours */
 };
 KVK_CHECKED enum kvk_status kvk_read_begin(struct kvk_cache *cache, const struct kvk_caller *caller,
                                            const struct kvk_read_request *request,

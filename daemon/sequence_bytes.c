@@ -4,6 +4,8 @@
  * Bytes move without the lock. A write holds and pins its block, and is counted in the sequence, so
  * that nothing it writes to is sealed, moved or granted again meanwhile; a read holds and pins.
  */
+#include <stdlib.h>
+
 #include "base/assert.h"
 #include "base/copy.h"
 #include "base/log.h"
@@ -305,7 +307,37 @@ struct shard_read {
     uint64_t size_bytes;
     uint64_t checksum;
     bool is_whole;
+    bool fetched; /* from a device, and hashed on the way */
+    uint64_t fetched_sum;
 };
+
+/* The bytes of a device that the processor cannot read, in memory of their own. */
+static enum kvk_status fetch_drops(struct kvk_cache *cache, struct kvk_device *device,
+                                   struct shard_read *read, struct kvk_read_handle *handle,
+                                   struct kvk_error *error)
+{
+    kvk_unlock(&cache->lock);
+    enum kvk_status status = KVK_OK;
+    handle->fetched = malloc(read->size_bytes);
+    if (handle->fetched == NULL) {
+        status = kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for the read");
+    } else {
+        const struct kvk_copy copy = {.target = handle->fetched,
+                                      .source = read->data,
+                                      .size_bytes = read->size_bytes,
+                                      .checksum = &read->fetched_sum};
+        status = device->ops->copy(device, &copy, 1, error);
+    }
+    if (status == KVK_OK) {
+        read->data = handle->fetched;
+        read->fetched = true;
+    } else {
+        free(handle->fetched);
+        handle->fetched = NULL;
+    }
+    kvk_lock(&cache->lock);
+    return status;
+}
 
 /* Verified where a checksum was taken: an unsealed tail has none. */
 static enum kvk_status verify_drops(struct kvk_cache *cache, const struct shard_read *read,
@@ -315,7 +347,8 @@ static enum kvk_status verify_drops(struct kvk_cache *cache, const struct shard_
         return KVK_OK;
     }
     kvk_unlock(&cache->lock);
-    bool matches = kvk_checksum(read->data, read->size_bytes) == read->checksum;
+    uint64_t sum = read->fetched ? read->fetched_sum : kvk_checksum(read->data, read->size_bytes);
+    bool matches = sum == read->checksum;
     kvk_lock(&cache->lock);
     if (matches) {
         return KVK_OK;
@@ -349,7 +382,15 @@ static enum kvk_status read_begin_drops(struct kvk_cache *cache, const struct re
     };
     *handle = (struct kvk_read_handle){.block_id = id, .tier = tier};
     kvk_block_borrow(cache, id, tier);
-    enum kvk_status status = verify_drops(cache, read, error);
+    enum kvk_status status = KVK_OK;
+    if (group->tiers[tier].regions[shard].fd < 0) {
+        status = fetch_drops(cache, cache->tiers[tier].device, read, handle, error);
+        if (status != KVK_OK) {
+            kvk_block_return(cache, id, tier);
+            return status;
+        }
+    }
+    status = verify_drops(cache, read, error);
     if (status != KVK_OK) {
         kvk_log(KVK_LOG_ERROR, "checksum_mismatch", "block=%u tier=%d shard=%u", id, (int)tier,
                 shard);
@@ -358,6 +399,8 @@ static enum kvk_status read_begin_drops(struct kvk_cache *cache, const struct re
             return KVK_OK; /* where it was: what is read is what was sealed */
         }
         kvk_block_return(cache, id, tier);
+        free(handle->fetched);
+        handle->fetched = NULL;
     }
     return status;
 }
@@ -393,4 +436,5 @@ void kvk_read_end(struct kvk_cache *cache, const struct kvk_read_handle *handle)
     kvk_lock(&cache->lock);
     kvk_block_return(cache, handle->block_id, handle->tier);
     kvk_unlock(&cache->lock);
+    free(handle->fetched);
 }

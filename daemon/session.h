@@ -79,6 +79,7 @@ struct kvk_map_reply {
     uint64_t slot_stride;
     uint64_t slot_count;
     uint64_t map_id;
+    bool by_slabs; /* the descriptor is that of a table: base/slab_table.h */
 };
 
 /* KVK_PRECONDITION: the session has no bound side socket. May block (makes a memfd). */

@@ -28,6 +28,23 @@ static void mapping_link(struct kvk_session *session, struct kvk_mapping *mappin
     }
 }
 
+/* Device memory that a process has opened, or may open from now on. */
+static bool is_lent(const struct kvk_mapping *mapping)
+{
+    return mapping->group != NULL && mapping->taken &&
+           mapping->group->tiers[mapping->tier].regions[mapping->shard].slabs != NULL;
+}
+
+static void lend_end(const struct kvk_session *session, struct kvk_mapping *mapping)
+{
+    if (is_lent(mapping)) {
+        struct kvk_group_tier *at = &mapping->group->tiers[mapping->tier];
+        KVK_ASSERT(at->lent_count > 0);
+        at->lent_count--;
+        at->lent_for_good = at->lent_for_good || !session->process_gone;
+    }
+}
+
 /* Move a mapping from its session to `list`, or leave it to its last user. */
 static void mapping_detach(struct kvk_session *session, struct kvk_mapping **at,
                            struct kvk_mapping **list)
@@ -35,6 +52,7 @@ static void mapping_detach(struct kvk_session *session, struct kvk_mapping **at,
     struct kvk_mapping *mapping = *at;
 
     *at = mapping->next;
+    lend_end(session, mapping);
     if (mapping->group != NULL && mapping->taken && mapping->writable) {
         kvk_sidecar_process_remove(mapping->group, session);
     }
@@ -130,6 +148,44 @@ static enum kvk_status find_mapper(struct kvk_cache *cache, const struct kvk_cal
     return KVK_OK;
 }
 
+/* Slabs of the tier are on their way out: their handles are not given to anybody any more. */
+static bool is_leaving(const struct kvk_cache *cache, const struct kvk_group *group,
+                       enum kvk_tier tier)
+{
+    const struct kvk_punch *punch = cache->punches;
+    while (punch != NULL && (punch->group != group || punch->tier != tier)) {
+        punch = punch->next;
+    }
+    return punch != NULL;
+}
+
+/* Can a process have this memory, as it wants it? */
+static enum kvk_status check_reach(const struct kvk_cache *cache,
+                                   const struct kvk_map_request *request,
+                                   const struct kvk_group *group, uint32_t shard,
+                                   struct kvk_error *error)
+{
+    const struct kvk_group_tier *at = &group->tiers[request->tier];
+    if (kvk_tier_descriptor(at, shard) < 0) {
+        return kvk_fail(error, KVK_UNSUPPORTED, KVK_CAUSE_NONE, "tier",
+                        "memory of this device cannot be mapped");
+    }
+    if (at->regions[shard].slabs == NULL) {
+        return KVK_OK;
+    }
+    if (request->read_only) {
+        return kvk_fail(error, KVK_UNSUPPORTED, KVK_CAUSE_FIELD, "read_only",
+                        "read_only: memory of a GPU can be mapped for writing only");
+    }
+    if (is_leaving(cache, group, request->tier)) {
+        (void)kvk_fail(error, KVK_UNAVAILABLE, KVK_CAUSE_BUSY, "tier",
+                       "slabs of the space are on their way out; try again");
+        kvk_error_retry(error, 20);
+        return KVK_UNAVAILABLE;
+    }
+    return KVK_OK;
+}
+
 /* The slots that are asked for: of a space of the session's own tenant, or of a public one. */
 static enum kvk_status find_slots(struct kvk_cache *cache, const struct kvk_caller *caller,
                                   const struct kvk_session *session,
@@ -172,9 +228,9 @@ static enum kvk_status find_slots(struct kvk_cache *cache, const struct kvk_call
                         "the daemon has no such tier");
     }
     *shard = kvk_geometry_rank_shard(&found->geometry, request->rank);
-    if (found->tiers[request->tier].regions[*shard].fd < 0) {
-        return kvk_fail(error, KVK_UNSUPPORTED, KVK_CAUSE_NONE, "tier",
-                        "memory of this device cannot be mapped");
+    status = check_reach(cache, request, found, *shard, error);
+    if (status != KVK_OK) {
+        return status;
     }
     /* Without it nobody would know when slots are safe to give to others. */
     if (session->pidfd < 0) {
@@ -227,6 +283,7 @@ static enum kvk_status map_slots(struct kvk_cache *cache, const struct kvk_calle
         reply->size_bytes = tier->regions[shard].size_bytes;
         reply->slot_stride = group->shard_bytes[shard];
         reply->slot_count = kvk_arena_slot_capacity(&tier->arena);
+        reply->by_slabs = tier->regions[shard].slabs != NULL;
     }
     kvk_unlock(&cache->lock);
     if (status != KVK_OK) {
@@ -437,7 +494,7 @@ static enum kvk_status dup_descriptors(const struct kvk_mapping *mapping, int fd
     }
     KVK_ASSERT(mapping->group != NULL);
     const struct kvk_group_tier *tier = &mapping->group->tiers[mapping->tier];
-    fds[0] = fcntl(tier->regions[mapping->shard].fd, F_DUPFD_CLOEXEC, 0);
+    fds[0] = fcntl(kvk_tier_descriptor(tier, mapping->shard), F_DUPFD_CLOEXEC, 0);
     fds[1] = fcntl(tier->generations.fd, F_DUPFD_CLOEXEC, 0);
     return fds[0] >= 0 && fds[1] >= 0 ? KVK_OK : KVK_EXHAUSTED;
 }
@@ -459,15 +516,23 @@ enum kvk_status kvk_side_take(struct kvk_cache *cache, uint64_t session_id,
         bool noted =
             mapping != NULL && (mapping->group == NULL || !mapping->writable ||
                                 kvk_sidecar_process_add(mapping->group, mapping->tier, session));
+        bool leaves = mapping != NULL && mapping->group != NULL &&
+                      mapping->group->tiers[mapping->tier].regions[mapping->shard].slabs != NULL &&
+                      is_leaving(cache, mapping->group, mapping->tier);
         if (mapping != NULL) {
-            status = noted ? dup_descriptors(mapping, fds) : KVK_EXHAUSTED;
+            status = leaves  ? KVK_UNAVAILABLE
+                     : noted ? dup_descriptors(mapping, fds)
+                             : KVK_EXHAUSTED;
         }
         if (status != KVK_OK && noted && mapping->group != NULL && mapping->writable) {
             kvk_sidecar_process_remove(mapping->group, session);
         }
         if (status == KVK_OK) {
-            writable = mapping->writable;
             mapping->taken = true; /* from here on the process may have it, whatever fails */
+            writable = mapping->writable && !is_lent(mapping); /* a table is only read */
+            if (is_lent(mapping)) {
+                mapping->group->tiers[mapping->tier].lent_count++;
+            }
             kvk_secret_wipe(mapping->token, sizeof(mapping->token));
             mapping->token_until_ns = 0;
         }

@@ -162,7 +162,12 @@ static void regions_free(struct kvk_cache *cache, struct kvk_group *group, enum 
     const struct kvk_kept_name generations = generations_name(group, tier);
     for (uint32_t shard = 0; shard < group->shard_count; shard++) {
         const struct kvk_kept_name name = slots_name(group, tier, shard);
-        kvk_kept_free(cache, cache->tiers[tier].device, &name, &at->regions[shard]);
+        struct kvk_device *device = cache->tiers[tier].device;
+        if (at->lent_for_good && at->regions[shard].size_bytes > 0) {
+            device->ops->leave(device, &at->regions[shard]);
+        } else {
+            kvk_kept_free(cache, device, &name, &at->regions[shard]);
+        }
     }
     kvk_kept_free(cache, cache->memory, &generations, &at->generations);
 }

@@ -22,7 +22,8 @@ if(KVKEEP_CUDA STREQUAL "ON" OR
                      HINTS ${cuda_root}/lib64 ${cuda_root}/lib
                      ${cuda_root}/targets/x86_64-linux/lib)
     endif()
-    if(KVK_NVCC AND KVK_CUDA_INCLUDE AND KVK_CUDART)
+    if(KVK_NVCC AND KVK_CUDA_INCLUDE AND KVK_CUDART AND
+       EXISTS ${CMAKE_CURRENT_SOURCE_DIR}/kernels/copy.cu)
         set(KVK_CUDA_FOUND YES)
     elseif(KVKEEP_CUDA STREQUAL "ON")
         message(FATAL_ERROR "KVKEEP_CUDA is ON: there is no nvcc with its headers and cudart_static")
@@ -45,9 +46,9 @@ if(KVK_CUDA_FOUND)
         add_custom_command(
             OUTPUT ${object}
             COMMAND ${CMAKE_COMMAND} -E make_directory ${CMAKE_CURRENT_BINARY_DIR}/kernels
-            COMMAND ${KVK_NVCC} ${nvcc_flags} -I${CMAKE_SOURCE_DIR} -MD -MF ${object}.d
-                    -c ${file} -o ${object} > ${object}.log 2>&1
-                    || (cat ${object}.log && false)
+            COMMAND sh -c "\"$@\" >$0 2>&1 || { cat $0; exit 1; }" ${object}.log
+                    ${KVK_NVCC} ${nvcc_flags} -I${CMAKE_SOURCE_DIR} -MD -MF ${object}.d
+                    -c ${file} -o ${object}
             DEPENDS ${file}
             DEPFILE ${object}.d
             COMMENT "nvcc ${stem}.cu"

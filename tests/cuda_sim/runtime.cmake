@@ -24,3 +24,7 @@ foreach(stem runtime_faults device_memory device_copy device_failures)
         kvk_criterion_test(${CMAKE_CURRENT_LIST_DIR}/${stem}.c LINK kvk_cuda_sim)
     endif()
 endforeach()
+
+# kvkeepd as it is, on simulated GPUs.
+kvk_program(kvkeepd_sim SOURCES ${CMAKE_SOURCE_DIR}/daemon/main.c
+            ${CMAKE_SOURCE_DIR}/daemon/devices.c LINK kvk_server kvk_cuda_sim)
