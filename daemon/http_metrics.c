@@ -80,6 +80,7 @@ static const struct {
     {"kvkeep_blocks", "Known blocks by state."},
     {"kvkeep_refusals", "Calls that were refused for want of room or state."},
     {"kvkeep_events_", "Of the log of what can be found, and who is told."},
+    {"kvkeep_public_", "Of prefixes that were published for all tenants."},
     {"kvkeep_swapped_", "Of sequences swapped out and in."},
     {"kvkeep_wrong_reuse", "Blocks computed again that differ from their cached twin."},
     {"kvkeep_checksum_failures", "Copies whose bytes were not those that were sealed."},

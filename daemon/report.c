@@ -214,6 +214,7 @@ static void space_fill(const struct kvk_space *space, struct kvk_space_report *r
         .query_tokens = space->query_tokens,
         .hit_tokens = space->hit_tokens,
         .generation = space->generation,
+        .is_public = space->is_public,
     };
     for (uint32_t i = 0; i < space->group_count; i++) {
         const struct kvk_group *group = space->groups[i];

@@ -56,6 +56,7 @@ struct kvk_space_report {
     uint64_t query_tokens;
     uint64_t hit_tokens;
     uint64_t generation;
+    bool is_public;
 };
 KVK_CHECKED enum kvk_status
 kvk_report_spaces(struct kvk_cache *cache, const struct kvk_caller *caller, struct kvk_view tenant,

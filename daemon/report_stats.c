@@ -13,6 +13,7 @@
 #include "base/assert.h"
 #include "base/log.h"
 #include "base/metrics.h"
+#include "daemon/public.h"
 #include "daemon/scrub.h"
 #include "hosttier/catalogue.h"
 
@@ -69,6 +70,10 @@ static const struct named counters[] = {
     COUNTER(slabs_moved, "slabs_moved"),
     COUNTER(shifted_blocks, "shifted_blocks"),
     COUNTER(invalidated_blocks, "invalidated_blocks"),
+    COUNTER(published, "public_published"),
+    COUNTER(withdrawn, "public_withdrawn"),
+    COUNTER(public_hits, "public_hits"),
+    COUNTER(public_hit_tokens, "public_hit_tokens"),
     COUNTER(disk_written_blocks, "disk_written_blocks"),
     COUNTER(disk_written_bytes, "disk_written_bytes"),
     COUNTER(disk_late_blocks, "disk_late_blocks"),
@@ -346,6 +351,16 @@ static void visit_catalogue(const struct visitor *visitor, const struct figures 
                    (double)catalogue->commit_ns / (double)KVK_NS_PER_SECOND);
 }
 
+static void visit_public(const struct visitor *visitor, struct kvk_cache *cache)
+{
+    struct kvk_public_totals totals;
+    kvk_public_totals(cache, &totals);
+    visit_plain(visitor, "kvkeep_public_prefixes", totals.prefixes);
+    visit_plain(visitor, "kvkeep_public_blocks", totals.blocks);
+    visit_plain(visitor, "kvkeep_public_bytes", totals.bytes);
+    visit_plain(visitor, "kvkeep_public_withdrawn_bytes", totals.withdrawn_bytes);
+}
+
 static void visit_blocks(const struct visitor *visitor, const struct figures *figures)
 {
     for (int state = KVK_BLOCK_RESERVED; state < KVK_BLOCK_STATE_COUNT; state++) {
@@ -455,6 +470,7 @@ void kvk_report_stats(struct kvk_cache *cache,
     visit_tenants(&visitor, cache, &figures);
     visit_disk(&visitor, &figures.disk);
     visit_catalogue(&visitor, &figures);
+    visit_public(&visitor, cache);
     visit_plain(&visitor, "kvkeep_copied_bytes_total", kvk_mover_bytes(cache->mover));
     visit_plain(&visitor, "kvkeep_copy_bytes_per_second", kvk_mover_rate(cache->mover));
     free(figures.tenants);

@@ -62,6 +62,9 @@ static const struct kvk_rpc_method methods[] = {
     BULK_CALL(KVKEEP, OpenSpace, open_space, kvk_rpc_open_space),
     BULK_CALL(KVKEEP, MapMemory, map_memory, kvk_rpc_map_memory),
     BULK_CALL(KVKEEP, Invalidate, invalidate, kvk_rpc_invalidate),
+    SLOW_CALL(KVKEEP, PublishPrefix, publish_prefix, kvk_rpc_publish_prefix),
+    BULK_CALL(KVKEEP, UnpublishPrefix, unpublish_prefix, kvk_rpc_unpublish_prefix),
+    BULK_CALL(KVKEEP, ListPublicPrefixes, list_public_prefixes, kvk_rpc_list_public_prefixes),
 
     STREAM(KVKEEP, Session, KVK_METHOD_BIDI, kvk_rpc_session),
     STREAM(KVKEEP, WriteBlocks, KVK_METHOD_CLIENT_STREAM, kvk_rpc_write_blocks),
@@ -251,6 +254,9 @@ size_t kvk_rpc_fill_tables(struct kvk_rpc_tables *target, const struct kvk_table
         table->tiers = kvk_rpc_bytes(part->tiers, part->count * sizeof(part->tiers[0]));
         table->generations =
             kvk_rpc_bytes(part->generations, part->count * sizeof(part->generations[0]));
+        if (part->any_public) {
+            table->spaces = kvk_rpc_bytes(part->spaces, part->count * sizeof(part->spaces[0]));
+        }
         target->pointers[i] = table;
     }
     return tables->part_count;

@@ -286,6 +286,7 @@ enum kvk_status kvk_rpc_check_prompt(struct kvk_rpc_run *run, const Kvkeep__V1__
     prompt->salt = message->salt.data;
     prompt->salt_size = message->salt.len;
     prompt->span_count = (uint32_t)message->n_spans;
+    prompt->use_public = message->use_public;
     return status;
 }
 

@@ -301,6 +301,9 @@ KVK_RPC_HANDLER(kvk_rpc_swap_in);
 KVK_RPC_HANDLER(kvk_rpc_close);
 
 KVK_RPC_HANDLER(kvk_rpc_map_memory);
+KVK_RPC_HANDLER(kvk_rpc_publish_prefix);
+KVK_RPC_HANDLER(kvk_rpc_unpublish_prefix);
+KVK_RPC_HANDLER(kvk_rpc_list_public_prefixes);
 KVK_RPC_HANDLER(kvk_rpc_attend);
 
 KVK_RPC_HANDLER(kvk_rpc_get_server_info);

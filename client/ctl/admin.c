@@ -292,7 +292,7 @@ static json_t *space_json(const Kvkeep__V1__SpaceInfo *space)
 {
     ProtobufCBinaryData none = {0};
     return json_pack(
-        "{s:I, s:o, s:o, s:o, s:i, s:i, s:i, s:I, s:I, s:I, s:I, s:I, s:I}", "space_id",
+        "{s:I, s:o, s:o, s:o, s:i, s:i, s:i, s:I, s:I, s:I, s:I, s:I, s:I, s:b}", "space_id",
         (json_int_t)space->space_id, "tenant", ctl_json_text(space->tenant), "model",
         ctl_json_text(space->identity == NULL ? none : space->identity->model), "revision",
         ctl_json_text(space->identity == NULL ? none : space->identity->revision), "block_tokens",
@@ -300,7 +300,7 @@ static json_t *space_json(const Kvkeep__V1__SpaceInfo *space)
         (int)space->pipeline_shards, "blocks", (json_int_t)space->blocks, "bytes",
         (json_int_t)space->bytes, "queries", (json_int_t)space->queries, "query_tokens",
         (json_int_t)space->query_tokens, "hit_tokens", (json_int_t)space->hit_tokens, "generation",
-        (json_int_t)space->generation);
+        (json_int_t)space->generation, "is_public", space->is_public);
 }
 
 int ctl_spaces(const struct ctl_options *options, int argc, char **argv)
@@ -330,9 +330,9 @@ int ctl_spaces(const struct ctl_options *options, int argc, char **argv)
         double hits = space->query_tokens == 0
                           ? 0
                           : 100.0 * (double)space->hit_tokens / (double)space->query_tokens;
-        ctl_table_row(&table, "%s\t%s\t%s\t%u\t%u\t%s\t%s\t%s\t%.1f", ctl_text(space->tenant),
+        ctl_table_row(&table, "%s\t%s%s\t%s\t%u\t%u\t%s\t%s\t%s\t%.1f", ctl_text(space->tenant),
                       ctl_text(space->identity == NULL ? none : space->identity->model),
-                      space_layers(space), space->block_tokens,
+                      space->is_public ? " (public)" : "", space_layers(space), space->block_tokens,
                       space->tensor_shards * space->pipeline_shards, ctl_count(space->blocks),
                       ctl_bytes(space->bytes), ctl_count(space->queries), hits);
         json_array_append_new(list, space_json(space));
