@@ -7,6 +7,10 @@
 #include "base/assert.h"
 
 #include "gpu/attend_lanes_avx2.inc"
+
+/* Sixteen registers are few: from here on memory serves better. */
+#define WIDE_ROWS_MIN 8
+
 #include "gpu/attend_lanes.inc"
 
 /* F16C is older than AVX2, and no processor has one without the other; not every compiler can

@@ -7,6 +7,9 @@
 #include "base/assert.h"
 
 #include "gpu/attend_lanes_avx512.inc"
+/* With this many registers the narrow way holds out longer. */
+#define WIDE_ROWS_MIN 32
+
 #include "gpu/attend_lanes.inc"
 
 static bool avx512_available(void)

@@ -154,6 +154,112 @@ INLINE void score_block(const struct kvk_attend *attend, const struct kvk_attend
     }
 }
 
+/* ---- Scores of many rows: one row to a lane, so that nothing is summed across lanes ---- */
+
+/* Heads up to this size, which bounds what lies on the stack. */
+#define WIDE_HEAD_SIZE_MAX 640
+
+/* Tokens whose sums are in registers at once. */
+#define WIDE_TOKENS 8
+
+/* Pairs of values of LANES rows. */
+struct wide_rows {
+    _Alignas(64) uint32_t pairs[WIDE_HEAD_SIZE_MAX * LANES]; /* [part][pair][row] */
+};
+
+INLINE void wide_rows_init(const struct kvk_attend_rows *rows, uint32_t row, struct wide_rows *wide)
+{
+    size_t pair_count = rows->query_stride_bytes / sizeof(uint32_t);
+
+    for (size_t i = 0; i < pair_count; i += LANES) {
+        lanes square[LANES];
+#pragma GCC unroll 16
+        for (uint32_t lane = 0; lane < LANES; lane++) {
+            const uint8_t *query = rows->queries + (row + lane) * rows->query_stride_bytes;
+            square[lane] = _mm512_load_ps(query + i * sizeof(uint32_t));
+        }
+        lanes_transpose(square);
+#pragma GCC unroll 16
+        for (uint32_t lane = 0; lane < LANES; lane++) {
+            _mm512_store_ps(wide->pairs + (i + lane) * LANES, square[lane]);
+        }
+    }
+}
+
+INLINE __m512bh pair_everywhere(const uint8_t *bytes, size_t size_bytes)
+{
+    uint32_t pair = 0;
+
+    memcpy(&pair, bytes, size_bytes);
+    return (__m512bh)_mm512_set1_epi32((int)pair);
+}
+
+/* LANES rows with WIDE_TOKENS tokens. A lone last value is paired with a 0. */
+INLINE void wide_cell(const struct wide_rows *wide, size_t head_size, uint32_t parts,
+                      const uint8_t *const *k, struct kvk_attend_fetch *fetch, uint32_t fetch_lines,
+                      lanes *sums)
+{
+    const uint32_t *pairs = wide->pairs;
+    size_t part_pairs = kvk_attend_pad(head_size) / 2;
+
+#pragma GCC unroll 8
+    for (uint32_t token = 0; token < WIDE_TOKENS; token++) {
+        sums[token] = lanes_set(0);
+    }
+    for (uint32_t part = 0; part < parts; part++) {
+        size_t i = 0;
+        while (i + 2 <= head_size) {
+            size_t end = i + 2 * (size_t)LANES;
+            end = end < head_size ? end : head_size;
+            for (; i + 2 <= end; i += 2) {
+                __m512bh q = (__m512bh)_mm512_load_si512(pairs + i / 2 * LANES);
+#pragma GCC unroll 8
+                for (uint32_t token = 0; token < WIDE_TOKENS; token++) {
+                    __m512bh values = pair_everywhere(k[token] + i * 2, sizeof(uint32_t));
+                    sums[token] = _mm512_dpbf16_ps(sums[token], q, values);
+                }
+            }
+            kvk_attend_fetch_lines(fetch, fetch_lines);
+        }
+        if (i < head_size) {
+            __m512bh q = (__m512bh)_mm512_load_si512(pairs + i / 2 * LANES);
+#pragma GCC unroll 8
+            for (uint32_t token = 0; token < WIDE_TOKENS; token++) {
+                __m512bh values = pair_everywhere(k[token] + i * 2, sizeof(uint16_t));
+                sums[token] = _mm512_dpbf16_ps(sums[token], q, values);
+            }
+        }
+        pairs += part_pairs * LANES;
+    }
+}
+
+/* All tokens with LANES rows from `row` on. */
+INLINE void score_wide(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
+                       uint32_t row, uint32_t parts, const struct kvk_attend_tokens *tokens,
+                       struct kvk_attend_fetch *fetch, uint32_t fetch_lines, float *scores)
+{
+    struct wide_rows wide;
+
+    wide_rows_init(rows, row, &wide);
+    for (uint32_t token = 0; token < tokens->count; token += LANES) {
+        lanes sums[LANES];
+#pragma GCC unroll 2
+        for (uint32_t first = 0; first < LANES; first += WIDE_TOKENS) {
+            const uint8_t *k[WIDE_TOKENS];
+            for (uint32_t i = 0; i < WIDE_TOKENS; i++) {
+                uint32_t at = token + first + i;
+                k[i] = tokens->k[at < tokens->count ? at : tokens->count - 1] + tokens->k_offset;
+            }
+            wide_cell(&wide, attend->head_size_k, parts, k, fetch, fetch_lines, sums + first);
+        }
+        lanes_transpose(sums);
+#pragma GCC unroll 16
+        for (uint32_t i = 0; i < LANES; i++) {
+            lanes_store(scores + (row + i) * KVK_ATTEND_TILE_TOKENS + token, sums[i]);
+        }
+    }
+}
+
 INLINE void score_parts(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
                         uint32_t parts, const struct kvk_attend_tokens *tokens,
                         struct kvk_attend_fetch *fetch, float *scores)
@@ -161,10 +267,19 @@ INLINE void score_parts(const struct kvk_attend *attend, const struct kvk_attend
     size_t steps = kvk_attend_steps(tokens->count, LANES) * rows->count *
                    kvk_attend_steps(attend->head_size_k, PAIR_VALUES);
     uint32_t fetch_lines = (uint32_t)kvk_attend_steps(fetch->line_count, steps);
+    uint32_t first_row = 0;
 
+    if (rows->query_stride_bytes <= WIDE_HEAD_SIZE_MAX * sizeof(uint32_t)) {
+        for (; first_row + LANES <= rows->count; first_row += LANES) {
+            score_wide(attend, rows, first_row, parts, tokens, fetch, 8 * fetch_lines, scores);
+        }
+    }
+    if (first_row == rows->count) {
+        return;
+    }
     for (uint32_t token = 0; token < tokens->count; token += LANES) {
         const uint8_t *k[LANES];
-        uint32_t row = 0;
+        uint32_t row = first_row;
         /* What is not there is stood in for by the last token; those scores are not used. */
         for (uint32_t i = 0; i < LANES; i++) {
             uint32_t present = token + i < tokens->count ? token + i : tokens->count - 1;
@@ -366,7 +481,7 @@ static void bf16_finish(const struct kvk_attend *attend, const struct kvk_attend
 const struct kvk_attend_kernel kvk_attend_avx512_bf16 = {
     .name = "avx512_bf16",
     .available = bf16_available,
-    .compact = &kvk_attend_compact_avx512,
+    .compact = &kvk_attend_compact_vnni,
     .packed_bytes = bf16_packed_bytes,
     .pack = bf16_pack,
     .score = bf16_score,
