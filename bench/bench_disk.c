@@ -9,9 +9,7 @@
  * Last, how long one restore takes alone, and while write-behind has all it can use of the disk.
  */
 #include <errno.h>
-#include <fcntl.h>
 #include <ftw.h>
-#include <jansson.h>
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>
@@ -21,17 +19,16 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "base/copy.h"
 #include "base/random.h"
+#include "bench/fio.h"
 #include "bench/report.h"
 #include "hosttier/disk.h"
 
 #define ROUNDS_MAX 32
 #define PATH_SIZE 256
-#define FIO_OUTPUT_MAX (1U << 20)
 #define RESTORE_COUNT 200
 #define RESTORE_BYTES (UINT64_C(2) << 20)
 
@@ -56,89 +53,6 @@ static _Noreturn void give_up(const char *what, const char *why)
 {
     (void)fprintf(stderr, "bench_disk: %s: %s\n", what, why);
     exit(1);
-}
-
-/* ---- fio ---- */
-
-/* Run it and take what it prints; false: it could not be run, or failed. */
-static bool fio_run(char *const arguments[], char *output, size_t output_size)
-{
-    int ends[2];
-    if (pipe2(ends, O_CLOEXEC) != 0) {
-        give_up("pipe", strerror(errno));
-    }
-    pid_t child = fork();
-    if (child == 0) {
-        int quiet = open("/dev/null", O_WRONLY | O_CLOEXEC);
-        if (dup2(ends[1], STDOUT_FILENO) < 0 || dup2(quiet, STDERR_FILENO) < 0) {
-            _exit(127);
-        }
-        (void)execvp("fio", arguments);
-        _exit(127);
-    }
-    (void)close(ends[1]);
-    size_t size = 0;
-    for (;;) {
-        ssize_t got = read(ends[0], output + size, output_size - 1 - size);
-        if (got <= 0) {
-            break;
-        }
-        size += (size_t)got;
-    }
-    output[size] = '\0';
-    (void)close(ends[0]);
-    int status = 0;
-    return child > 0 && waitpid(child, &status, 0) == child && status == 0;
-}
-
-/* Bytes per second of one pass over the file; NAN: fio failed. */
-static double fio_pass(const struct bench *bench, bool write, const char *path, uint64_t block)
-{
-    char filename[2 * PATH_SIZE + 32], size[64], bs[64], depth[64], direct[32], engine[64];
-    (void)snprintf(filename, sizeof(filename), "--filename=%s", path);
-    (void)snprintf(size, sizeof(size), "--size=%llu", (unsigned long long)bench->bytes);
-    (void)snprintf(bs, sizeof(bs), "--bs=%llu", (unsigned long long)block);
-    (void)snprintf(depth, sizeof(depth), "--iodepth=%u", bench->depth);
-    (void)snprintf(direct, sizeof(direct), "--direct=%d", bench->direct ? 1 : 0);
-    (void)snprintf(engine, sizeof(engine), "--ioengine=%s", bench->fio_engine);
-    char name[] = "fio", job[] = "--name=pass", json[] = "--output-format=json";
-    char reading[] = "--rw=read", writing[] = "--rw=write", sync[] = "--end_fsync=1";
-    char overwrite[] = "--overwrite=1", quiet[] = "--invalidate=1";
-    char *arguments[] = {name,
-                         job,
-                         json,
-                         filename,
-                         size,
-                         bs,
-                         depth,
-                         direct,
-                         engine,
-                         overwrite,
-                         quiet,
-                         write ? writing : reading,
-                         write ? sync : NULL,
-                         NULL};
-    static char output[FIO_OUTPUT_MAX];
-    if (!fio_run(arguments, output, sizeof(output))) {
-        return NAN;
-    }
-    const char *begin = strchr(output, '{'); /* notes may stand before it */
-    json_error_t problem;
-    json_t *root = begin != NULL ? json_loads(begin, 0, &problem) : NULL;
-    const json_t *jobs = json_object_get(root, "jobs");
-    const json_t *side = json_object_get(json_array_get(jobs, 0), write ? "write" : "read");
-    const json_t *rate = json_object_get(side, "bw_bytes");
-    double value = json_is_integer(rate) ? (double)json_integer_value(rate) : NAN;
-    json_decref(root);
-    return value;
-}
-
-static bool fio_is_there(void)
-{
-    static char output[4096];
-    char name[] = "fio", version[] = "--version";
-    char *arguments[] = {name, version, NULL};
-    return fio_run(arguments, output, sizeof(output));
 }
 
 /* ---- ours ---- */
@@ -202,7 +116,14 @@ static void size_measure(struct bench *bench, uint32_t group, uint64_t block,
             if (!write && memcmp(right, bench->checksums, count * sizeof(*right)) != 0) {
                 give_up("read", "other bytes came back than were written");
             }
-            theirs[round] = bench->fio ? fio_pass(bench, write, path, block) / 1e6 : NAN;
+            const struct kvk_fio_pass reference_pass = {.path = path,
+                                                        .size_bytes = bench->bytes,
+                                                        .block_bytes = block,
+                                                        .depth = bench->depth,
+                                                        .direct = bench->direct,
+                                                        .write = write,
+                                                        .engine = bench->fio_engine};
+            theirs[round] = bench->fio ? kvk_fio_run(&reference_pass) / 1e6 : NAN;
         }
         double reference = kvk_report_median(theirs, bench->rounds);
         double value = kvk_report_median(ours, bench->rounds);
@@ -371,7 +292,7 @@ static void bench_open(struct bench *bench)
     }
     const char *path = kvk_disk_path_name(bench->disk);
     bench->direct = strstr(path, "direct") != NULL;
-    bench->fio = fio_is_there();
+    bench->fio = kvk_fio_is_there();
     bench->fio_engine = strstr(path, "uring") != NULL ? "io_uring" : "libaio";
     (void)fprintf(stderr, "bench_disk: %s, %llu MiB, depth %u, reference: %s\n", path,
                   (unsigned long long)(bench->bytes >> 20), bench->depth,

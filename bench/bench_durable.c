@@ -4,8 +4,20 @@
  * (open with look-up, write, seal, close) and how long opening takes, which is where room is made.
  *
  *     bench_durable [--json] [--folder PATH] [--seconds N] [--block-kib N] [--admit N]
+ *                   [--full | --catalogue] [--pairs N]
+ *
+ * --full: every prompt is new, in blocks of 2 MiB, and in both engines as much is sealed in a
+ * second as fio writes in one and a half, so that there is always more to write than the disk
+ * takes. Beside the p99 of opening it says how fast the disk tier wrote meanwhile, against fio's
+ * writing into the same folder, with the same size and depth, in the same run.
+ *
+ * --catalogue: beside the requests another thread changes what the catalogue keeps, at the same
+ * pace in both engines: 100 times a second it opens a space or invalidates one, which with a folder
+ * is answered when it is durable; and every block is recorded.
  */
 #include <ftw.h>
+#include <math.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,6 +26,7 @@
 
 #include "base/log.h"
 #include "base/random.h"
+#include "bench/fio.h"
 #include "bench/report.h"
 #include "daemon/cache.h"
 #include "daemon/durable.h"
@@ -23,6 +36,14 @@
 #include "daemon/space.h"
 
 #define PAIRS 5
+#define PAIRS_MAX 101
+#define FULL_BLOCK_KIB 2048
+#define FULL_HOST_REQUESTS 64
+#define FIO_BYTES (UINT64_C(512) << 20)
+#define FIO_DEPTH 64
+#define FULL_FACTOR 1.5        /* sealed, of what fio writes */
+#define CHANGES_PER_SECOND 100 /* with --catalogue */
+#define SPACES_MAX 64
 #define BLOCK_TOKENS 16
 #define BLOCKS 8 /* of a request */
 #define HOST_REQUESTS 64
@@ -40,6 +61,11 @@ struct engine {
     uint64_t block_bytes;
     uint8_t *bytes;
     uint32_t next; /* first token of the next new prompt */
+    bool fresh;    /* every prompt is new */
+    double pace_s; /* between the beginnings of two requests; 0: as fast as they go */
+    uint32_t changes;
+    uint64_t spaces[SPACES_MAX]; /* [space_count] that the changes opened */
+    uint32_t space_count;
     struct kvk_random random;
 };
 
@@ -51,13 +77,13 @@ static _Noreturn void give_up(const char *what, const struct kvk_error *error)
     exit(1);
 }
 
-static void space_open(struct engine *engine)
+static uint64_t space_open(struct engine *engine, const char *model)
 {
     struct kvk_space_request request = {.block_tokens = BLOCK_TOKENS, .group_count = 1};
     struct kvk_space_reply space;
-    struct kvk_hello hello = {.pidfd = -1};
-    struct kvk_welcome welcome;
-    request.identity.parts[KVK_IDENTITY_MODEL - 1] = (struct kvk_view){(const uint8_t *)"bench", 5};
+    struct kvk_error error;
+    request.identity.parts[KVK_IDENTITY_MODEL - 1] =
+        (struct kvk_view){(const uint8_t *)model, strlen(model)};
     request.groups[0] = (struct kvk_geometry){.layers = 1,
                                               .kv_heads = 1,
                                               .block_tokens = BLOCK_TOKENS,
@@ -66,19 +92,36 @@ static void space_open(struct engine *engine)
                                               .tensor_shards = 1,
                                               .pipeline_shards = 1,
                                               .opaque_bytes = engine->block_bytes};
-    if (kvk_space_open(engine->cache, &engine->caller, &request, &space, &engine->error) !=
-            KVK_OK ||
-        kvk_session_begin(engine->cache, &engine->caller, &hello, &welcome, &engine->error) !=
-            KVK_OK) {
-        give_up("space", &engine->error);
+    if (kvk_space_open(engine->cache, &engine->caller, &request, &space, &error) != KVK_OK) {
+        give_up("space", &error);
     }
-    engine->space_id = space.space_id;
-    engine->session_id = welcome.session_id;
+    return space.space_id;
+}
+
+/* One change of what the catalogue keeps: a space more, as far as there may be, or the next
+ * generation of one. */
+static void change_make(struct engine *engine)
+{
+    struct kvk_error error;
+    if (engine->space_count < SPACES_MAX) {
+        char model[32];
+        (void)snprintf(model, sizeof model, "model %u", engine->space_count);
+        engine->spaces[engine->space_count++] = space_open(engine, model);
+        return;
+    }
+    const struct kvk_invalidate_request request = {
+        .space_id = engine->spaces[engine->changes++ % SPACES_MAX]};
+    struct kvk_invalidate_reply reply;
+    if (kvk_invalidate(engine->cache, &engine->caller, &request, &reply, &error) != KVK_OK) {
+        give_up("invalidate", &error);
+    }
 }
 
 static void engine_open(struct engine *engine, const char *folder, uint64_t block_bytes,
-                        uint32_t admit)
+                        uint32_t admit, uint64_t host_requests)
 {
+    struct kvk_hello hello = {.pidfd = -1};
+    struct kvk_welcome welcome;
     const struct kvk_device_cpu_options device_options = {.attend_thread_count = 1};
     const struct kvk_credential *credential = NULL;
     struct kvk_device *device = NULL;
@@ -86,7 +129,7 @@ static void engine_open(struct engine *engine, const char *folder, uint64_t bloc
     kvk_config_init(&engine->config);
     engine->block_bytes = block_bytes;
     engine->config.device_bytes = 0;
-    engine->config.host_bytes = HOST_REQUESTS * BLOCKS * block_bytes;
+    engine->config.host_bytes = host_requests * BLOCKS * block_bytes;
     if (folder != NULL) {
         (void)snprintf(engine->config.durable_folder, sizeof engine->config.durable_folder, "%s",
                        folder);
@@ -124,7 +167,12 @@ static void engine_open(struct engine *engine, const char *folder, uint64_t bloc
     }
     memset(engine->bytes, 7, block_bytes);
     kvk_random_init(&engine->random, 1);
-    space_open(engine);
+    engine->space_id = space_open(engine, "bench");
+    if (kvk_session_begin(engine->cache, &engine->caller, &hello, &welcome, &engine->error) !=
+        KVK_OK) {
+        give_up("session", &engine->error);
+    }
+    engine->session_id = welcome.session_id;
 }
 
 static void engine_close(struct engine *engine)
@@ -139,12 +187,13 @@ static void engine_close(struct engine *engine)
     free(engine->bytes);
 }
 
-/* A request: half are new, half were made before and may be cached. How long its opening took. */
+/* A request: new or, half of them unless `fresh`, made before and perhaps cached. How long its
+ * opening took. */
 static double request_run(struct engine *engine)
 {
     uint32_t tokens[BLOCKS * BLOCK_TOKENS];
     uint32_t first = engine->next;
-    if (engine->next > 0 && kvk_random_chance(&engine->random, 0.5)) {
+    if (!engine->fresh && engine->next > 0 && kvk_random_chance(&engine->random, 0.5)) {
         uint32_t recent = engine->next < HOST_REQUESTS / 2 ? engine->next : HOST_REQUESTS / 2;
         first = engine->next - 1 - (uint32_t)kvk_random_below(&engine->random, recent);
     } else {
@@ -202,6 +251,10 @@ static double measure(struct engine *engine, double seconds, double *p99_us)
     uint32_t count = 0;
     double began = kvk_report_seconds();
     while (kvk_report_seconds() - began < seconds && count < SAMPLES_MAX) {
+        double wait = began + count * engine->pace_s - kvk_report_seconds();
+        if (engine->pace_s > 0 && wait > 0) {
+            (void)usleep((useconds_t)(wait * 1e6));
+        }
         samples[count++] = request_run(engine);
     }
     double rate = count / (kvk_report_seconds() - began);
@@ -210,11 +263,76 @@ static double measure(struct engine *engine, double seconds, double *p99_us)
     return rate;
 }
 
+/* ---- Changes beside the requests ---- */
+
+struct changer {
+    struct engine *engine; /* NULL: pause */
+    pthread_mutex_t mutex;
+    bool stop;
+};
+
+/* At the same pace with a catalogue and without. */
+static void *changer_main(void *argument)
+{
+    struct changer *changer = argument;
+    double next = kvk_report_seconds();
+    for (;;) {
+        (void)pthread_mutex_lock(&changer->mutex);
+        bool stop = changer->stop;
+        if (changer->engine != NULL && !stop) {
+            change_make(changer->engine);
+        }
+        (void)pthread_mutex_unlock(&changer->mutex);
+        if (stop) {
+            return NULL;
+        }
+        next += 1.0 / CHANGES_PER_SECOND;
+        double wait = next - kvk_report_seconds();
+        if (wait > 0) {
+            (void)usleep((useconds_t)(wait * 1e6));
+        } else {
+            next = kvk_report_seconds();
+        }
+    }
+}
+
+static void changer_turn(struct changer *changer, struct engine *engine)
+{
+    (void)pthread_mutex_lock(&changer->mutex);
+    changer->engine = engine;
+    (void)pthread_mutex_unlock(&changer->mutex);
+}
+
+/* ---- What was written ---- */
+
 static void written_visit(void *context, const char *name, double value)
 {
     if (strcmp(name, "kvkeep_disk_written_bytes_total") == 0) {
         *(double *)context = value;
     }
+}
+
+static double written_bytes(struct engine *engine)
+{
+    double written = 0;
+    kvk_report_stats(engine->cache, written_visit, &written);
+    return written;
+}
+
+static double fio_write_rate(const char *folder, uint64_t block_bytes)
+{
+    char path[256];
+    (void)snprintf(path, sizeof path, "%s/fio", folder);
+    const struct kvk_fio_pass pass = {.path = path,
+                                      .size_bytes = FIO_BYTES,
+                                      .block_bytes = block_bytes,
+                                      .depth = FIO_DEPTH,
+                                      .direct = true,
+                                      .write = true,
+                                      .engine = "io_uring"};
+    double rate = kvk_fio_run(&pass);
+    (void)unlink(path);
+    return rate;
 }
 
 static int remove_one(const char *path, const struct stat *stat, int kind, struct FTW *walk)
@@ -225,61 +343,154 @@ static int remove_one(const char *path, const struct stat *stat, int kind, struc
     return remove(path);
 }
 
-int main(int argc, char **argv)
+struct options {
+    char folder[128];
+    double seconds;
+    uint64_t block_kib;
+    uint32_t admit;
+    uint32_t pairs;
+    bool full;
+    bool catalogue;
+};
+
+static void options_read(struct options *options, struct kvk_report *report, int argc, char **argv)
 {
-    struct kvk_report report;
-    char folder[128] = "/tmp/kvkeep-bench-durable";
-    double seconds = 2;
-    uint64_t block_kib = 256;
-    uint32_t admit = 1;
-    kvk_report_init(&report, "durable");
     for (int i = 1; i < argc; i++) {
-        if (kvk_report_option(&report, argv[i])) {
+        if (kvk_report_option(report, argv[i])) {
+            continue;
+        }
+        if (strcmp(argv[i], "--full") == 0) {
+            options->full = true;
+            options->block_kib = FULL_BLOCK_KIB;
+            continue;
+        }
+        if (strcmp(argv[i], "--catalogue") == 0) {
+            options->catalogue = true;
             continue;
         }
         const char *value = i + 1 < argc ? argv[i + 1] : "";
         if (strcmp(argv[i], "--folder") == 0) {
-            (void)snprintf(folder, sizeof folder, "%s", value);
+            (void)snprintf(options->folder, sizeof options->folder, "%s", value);
         } else if (strcmp(argv[i], "--seconds") == 0) {
-            seconds = strtod(value, NULL);
+            options->seconds = strtod(value, NULL);
         } else if (strcmp(argv[i], "--block-kib") == 0) {
-            block_kib = strtoull(value, NULL, 10);
+            options->block_kib = strtoull(value, NULL, 10);
         } else if (strcmp(argv[i], "--admit") == 0) {
-            admit = (uint32_t)strtoul(value, NULL, 10);
+            options->admit = (uint32_t)strtoul(value, NULL, 10);
+        } else if (strcmp(argv[i], "--pairs") == 0) {
+            options->pairs = (uint32_t)strtoul(value, NULL, 10);
         } else {
             (void)fprintf(stderr, "usage: bench_durable [--json] [--folder PATH] [--seconds N] "
-                                  "[--block-kib N] [--admit N]\n");
-            return 2;
+                                  "[--block-kib N] [--admit N] [--full | --catalogue] "
+                                  "[--pairs N]\n");
+            exit(2);
         }
         i++;
     }
-    if (block_kib == 0 || !(seconds > 0) || admit == 0) {
-        (void)fprintf(stderr, "bench_durable: every number must be at least 1\n");
-        return 2;
+    if (options->block_kib == 0 || !(options->seconds > 0) || options->admit == 0 ||
+        options->pairs == 0 || options->pairs > PAIRS_MAX) {
+        (void)fprintf(stderr, "bench_durable: every number must be at least 1, pairs at most %d\n",
+                      PAIRS_MAX);
+        exit(2);
     }
-    kvk_log_set_level(KVK_LOG_ERROR);
-    static struct engine plain;
-    static struct engine durable;
-    double rates[2][PAIRS];
-    double p99[2][PAIRS];
-    engine_open(&plain, NULL, block_kib << 10, 1);
-    engine_open(&durable, folder, block_kib << 10, admit);
-    double began = kvk_report_seconds();
-    for (int pair = -1; pair < PAIRS; pair++) { /* the first warms up */
+}
+
+struct figures {
+    double rates[2][PAIRS_MAX], p99[2][PAIRS_MAX]; /* [with a folder] */
+    double rate_ratios[PAIRS_MAX], p99_ratios[PAIRS_MAX];
+    double write_rates[PAIRS_MAX]; /* bytes per second, while the requests ran */
+    double fio_rates[PAIRS_MAX];
+};
+
+static void pairs_run(const struct options *options, struct engine engines[2],
+                      struct figures *figures)
+{
+    struct changer changer = {.engine = NULL};
+    pthread_t thread;
+    (void)pthread_mutex_init(&changer.mutex, NULL);
+    if (options->catalogue && pthread_create(&thread, NULL, changer_main, &changer) != 0) {
+        give_up("no thread", NULL);
+    }
+    for (int pair = -1; pair < (int)options->pairs; pair++) { /* the first warms up */
         int at = pair < 0 ? 0 : pair;
-        rates[0][at] = measure(&plain, seconds, &p99[0][at]);
-        rates[1][at] = measure(&durable, seconds, &p99[1][at]);
+        for (int durable = 0; durable < 2; durable++) {
+            struct engine *engine = &engines[durable];
+            double before = written_bytes(engine);
+            double began = kvk_report_seconds();
+            changer_turn(&changer, engine);
+            figures->rates[durable][at] =
+                measure(engine, options->seconds, &figures->p99[durable][at]);
+            changer_turn(&changer, NULL);
+            figures->write_rates[at] =
+                (written_bytes(engine) - before) / (kvk_report_seconds() - began);
+        }
+        figures->rate_ratios[at] = figures->rates[1][at] / figures->rates[0][at];
+        figures->p99_ratios[at] = figures->p99[1][at] / figures->p99[0][at];
+        if (options->full) {
+            figures->fio_rates[at] = fio_write_rate(options->folder, options->block_kib << 10);
+        }
     }
-    double took = kvk_report_seconds() - began;
-    double written = 0;
-    kvk_report_stats(durable.cache, written_visit, &written);
-    kvk_report_ratio(&report, "requests", kvk_report_median(rates[1], PAIRS), "per second",
-                     kvk_report_median(rates[0], PAIRS));
-    kvk_report_ratio(&report, "open_p99", kvk_report_median(p99[1], PAIRS), "us",
-                     kvk_report_median(p99[0], PAIRS));
-    kvk_report_value(&report, "written", written / took / 1e6, "MB/s");
-    engine_close(&plain);
-    engine_close(&durable);
-    (void)nftw(folder, remove_one, 16, FTW_DEPTH | FTW_PHYS);
+    if (options->catalogue) {
+        (void)pthread_mutex_lock(&changer.mutex);
+        changer.stop = true;
+        (void)pthread_mutex_unlock(&changer.mutex);
+        (void)pthread_join(thread, NULL);
+    }
+    (void)pthread_mutex_destroy(&changer.mutex);
+}
+
+static void report_fill(const struct options *options, struct figures *figures,
+                        struct kvk_report *report)
+{
+    const uint32_t pairs = options->pairs;
+    kvk_report_ratio(report, "requests", kvk_report_median(figures->rates[1], pairs), "per second",
+                     kvk_report_median(figures->rates[0], pairs));
+    kvk_report_value(report, "requests, ratio of pairs, median",
+                     kvk_report_median(figures->rate_ratios, pairs), "x");
+    kvk_report_ratio(report, "open_p99", kvk_report_median(figures->p99[1], pairs), "us",
+                     kvk_report_median(figures->p99[0], pairs));
+    kvk_report_value(report, "open_p99, ratio of pairs, median",
+                     kvk_report_median(figures->p99_ratios, pairs), "x");
+    double written = kvk_report_median(figures->write_rates, pairs) / 1e6;
+    double fio = options->full ? kvk_report_median(figures->fio_rates, pairs) / 1e6 : NAN;
+    if (isnan(fio)) {
+        kvk_report_value(report, "written", written, "MB/s");
+    } else {
+        kvk_report_ratio(report, "written meanwhile, against fio", written, "MB/s", fio);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    static struct engine engines[2]; /* [with a folder] */
+    static struct figures figures;
+    struct kvk_report report;
+    struct options options = {.folder = "/tmp/kvkeep-bench-durable",
+                              .seconds = 2,
+                              .block_kib = 256,
+                              .admit = 1,
+                              .pairs = PAIRS};
+    kvk_report_init(&report, "durable");
+    options_read(&options, &report, argc, argv);
+    kvk_log_set_level(KVK_LOG_ERROR);
+    const uint64_t host_requests = options.full ? FULL_HOST_REQUESTS : HOST_REQUESTS;
+    for (int durable = 0; durable < 2; durable++) {
+        engine_open(&engines[durable], durable == 1 ? options.folder : NULL,
+                    options.block_kib << 10, options.admit, host_requests);
+        engines[durable].fresh = options.full;
+    }
+    if (options.full) {
+        double rate = fio_write_rate(options.folder, options.block_kib << 10);
+        if (isnan(rate)) {
+            give_up("fio", &(struct kvk_error){.text = "is not there, or failed"});
+        }
+        engines[0].pace_s = (double)(BLOCKS * (options.block_kib << 10)) / (FULL_FACTOR * rate);
+        engines[1].pace_s = engines[0].pace_s;
+    }
+    pairs_run(&options, engines, &figures);
+    report_fill(&options, &figures, &report);
+    engine_close(&engines[0]);
+    engine_close(&engines[1]);
+    (void)nftw(options.folder, remove_one, 16, FTW_DEPTH | FTW_PHYS);
     return kvk_report_print(&report);
 }

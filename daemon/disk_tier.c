@@ -110,6 +110,8 @@ static void *thread_main(void *argument)
             kvk_clock_now(kvk_clock_monotonic()) + (waits ? LEAVING_TICK_NS : TICK_NS);
         (void)kvk_condition_wait(&tier->wake, &cache->lock, until_ns);
         while (!tier->stopping && kvk_disk_round_drops(cache)) {
+            kvk_unlock(&cache->lock); /* a round that wrote nothing has held it all the time */
+            kvk_lock(&cache->lock);
         }
     }
     kvk_unlock(&cache->lock);
@@ -308,7 +310,10 @@ static const char *state_name(const struct kvk_disk_health *health)
     if (health->full) {
         return "full";
     }
-    return health->state == KVK_DISK_FAILING ? "failing" : "good";
+    if (health->state == KVK_DISK_FAILING) {
+        return "failing";
+    }
+    return health->slow ? "slow" : "good";
 }
 
 bool kvk_disk_is_usable(struct kvk_cache *cache)

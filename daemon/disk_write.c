@@ -14,8 +14,9 @@
 #include "daemon/disk_tier_internal.h"
 #include "daemon/room_internal.h"
 
-#define CHAIN_MAX 256              /* ancestors that are looked at for one block */
-#define PAUSE_NS KVK_NS_PER_SECOND /* between tries on a disk that does not write */
+#define CHAIN_MAX 256                           /* ancestors that are looked at for one block */
+#define PAUSE_NS KVK_NS_PER_SECOND              /* between tries on a disk that does not write */
+#define LOOKED_MAX (4U * KVK_DISK_BATCH_BLOCKS) /* blocks of the queue, for one batch */
 
 /* One block of a batch. */
 struct entry {
@@ -465,9 +466,13 @@ bool kvk_disk_write_drops(struct kvk_cache *cache)
     }
     struct kvk_error error = {.status = KVK_OK};
     uint32_t looked = 0;
-    while (looked++ < 4 * KVK_DISK_BATCH_BLOCKS && gather_one_drops(cache, batch) == GATHER_MORE) {
+    while (looked < LOOKED_MAX && gather_one_drops(cache, batch) == GATHER_MORE) {
+        looked++;
     }
     uint32_t count = batch->count;
+    /* All of them had left memory: what was sealed since is further behind. Where more is sealed
+     * than the disk takes, a pause here would see the rest go, too. */
+    bool late_alone = count == 0 && looked == LOOKED_MAX;
     enum kvk_status status = KVK_OK;
     if (count > 0 && batch_allocate(batch)) {
         status = batch_write_drops(cache, batch, &error);
@@ -479,5 +484,5 @@ bool kvk_disk_write_drops(struct kvk_cache *cache)
     }
     batch_free(batch);
     free(batch);
-    return status == KVK_OK && attached > 0 && tier->behind.count > 0;
+    return status == KVK_OK && (attached > 0 || late_alone) && tier->behind.count > 0;
 }

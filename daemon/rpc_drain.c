@@ -25,10 +25,15 @@ KVK_RPC_HANDLER(kvk_rpc_drain)
     response.kept_blocks = reply.kept_blocks;
     response.disk_blocks = reply.disk_blocks;
     response.demoted_blocks = reply.demoted_blocks;
+    response.flushed_blocks = reply.flushed_blocks;
+    response.unflushed_blocks = reply.unflushed_blocks;
     status = kvk_rpc_reply(run, &response.base, error);
     if (status == KVK_OK) {
         /* The main thread waits for it, and lets this call's answer out first. */
-        kvk_log(KVK_LOG_INFO, "drain_asked", "text=\"by an admin\"");
+        kvk_log(KVK_LOG_INFO, "drain_asked",
+                "text=\"by an admin\" flushed_blocks=%llu unflushed_blocks=%llu",
+                (unsigned long long)reply.flushed_blocks,
+                (unsigned long long)reply.unflushed_blocks);
         (void)kill(getpid(), SIGTERM);
     }
     return status;

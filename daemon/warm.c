@@ -6,6 +6,7 @@
 #include "base/assert.h"
 #include "base/log.h"
 #include "daemon/cache_internal.h"
+#include "daemon/disk_flush.h"
 #include "daemon/disk_tier.h"
 #include "daemon/kept.h"
 #include "daemon/process_watch.h"
@@ -481,6 +482,13 @@ enum kvk_status kvk_drain(struct kvk_cache *cache, const struct kvk_caller *call
         }
         reply->demoted_blocks += group_demote_drops(cache, cache->groups[i], caller);
     }
+    struct kvk_disk_flush flush;
+    kvk_disk_flush_drops(cache, caller,
+                         kvk_clock_now(kvk_clock_monotonic()) +
+                             cache->config->drain_flush_ms * KVK_NS_PER_MS,
+                         &flush);
+    reply->flushed_blocks = flush.written_blocks;
+    reply->unflushed_blocks = flush.left_blocks;
     for (uint32_t i = 0; i < cache->group_end; i++) {
         const struct kvk_group *group = cache->groups[i];
         if (group != NULL && group->sidecar != NULL) {

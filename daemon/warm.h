@@ -28,10 +28,13 @@ KVK_CHECKED enum kvk_status kvk_warm_start(struct kvk_cache *cache, struct kvk_e
 void kvk_warm_counts(struct kvk_cache *cache, struct kvk_restore_counts *counts);
 
 /* Get ready to end: no new sequences; blocks whose only copy is in memory that goes with the
- * process are copied to where it does not, as far as there is room; the catalogue is written. */
+ * process are copied to where it does not, as far as there is room; what waits to be written behind
+ * is, for durable.drain_flush_ms at most; the catalogue is written. */
 struct kvk_drain_reply {
     bool kept; /* there is a keeper */
     uint64_t kept_blocks, disk_blocks, demoted_blocks;
+    uint64_t flushed_blocks;   /* written behind while the call waited */
+    uint64_t unflushed_blocks; /* that were worth a copy on disk, and have none */
 };
 KVK_CHECKED enum kvk_status kvk_drain(struct kvk_cache *cache, const struct kvk_caller *caller,
                                       struct kvk_drain_reply *reply, struct kvk_error *error);

@@ -17,13 +17,21 @@ void *ctl_admin_call(const struct ctl_options *options, const char *method,
                      const ProtobufCMessage *request,
                      const ProtobufCMessageDescriptor *response_type, int *code)
 {
+    return ctl_admin_call_within(options, method, request, response_type, CALL_TIMEOUT_MS, code);
+}
+
+void *ctl_admin_call_within(const struct ctl_options *options, const char *method,
+                            const ProtobufCMessage *request,
+                            const ProtobufCMessageDescriptor *response_type, uint32_t timeout_ms,
+                            int *code)
+{
     struct kvkeep_connection *connection = NULL;
     struct kvk_error error = {0};
     ProtobufCMessage *response = NULL;
     enum kvk_status status = kvkeep_connection_create_tls(options->target, options->token,
                                                           options->tls, &connection, &error);
     if (status == KVK_OK) {
-        status = kvkeep_connection_call(connection, method, request, response_type, CALL_TIMEOUT_MS,
+        status = kvkeep_connection_call(connection, method, request, response_type, timeout_ms,
                                         &response, &error);
         kvkeep_connection_destroy(connection);
     }

@@ -50,6 +50,12 @@ void *ctl_admin_call(const struct ctl_options *options, const char *method,
                      const ProtobufCMessage *request,
                      const ProtobufCMessageDescriptor *response_type, int *code);
 
+/* The same for calls that may take their time: the answer is waited for so long. */
+void *ctl_admin_call_within(const struct ctl_options *options, const char *method,
+                            const ProtobufCMessage *request,
+                            const ProtobufCMessageDescriptor *response_type, uint32_t timeout_ms,
+                            int *code);
+
 /* ---- tables for people ---- */
 
 #define CTL_COLUMNS_MAX 16
