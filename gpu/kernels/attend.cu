@@ -1,4 +1,5 @@
 /* Attention: which kernel runs a launch, and the merge of partial results. */
+#include "gpu/kernels/attend_compact.cuh"
 #include "gpu/kernels/attend_matrix.cuh"
 #include "gpu/kernels/attend_plain.cuh"
 
@@ -58,6 +59,8 @@ struct matrix_variant {
     attend_launch *many_bf16;
     attend_launch *few_fp16;
     attend_launch *many_fp16;
+    attend_launch *few_compact; /* NULL: there is none */
+    attend_launch *many_compact;
 };
 
 template <typename Format, int kHeadSizeK, int kHeadSizeV, bool kLatent, int kRowTiles,
@@ -73,26 +76,54 @@ static int matrix_launch(const kvk_cuda_attend &attend, void *stream)
         stream, attend);
 }
 
+template <int kHeadSizeK, int kHeadSizeV, int kRowTiles, int kStages>
+static int compact_launch(const kvk_cuda_attend &attend, void *stream)
+{
+    using Shape = kvk_compact_shape<kHeadSizeK, kHeadSizeV, kRowTiles, kStages>;
+
+    return kvk_launch(kvk_attend_compact<kHeadSizeK, kHeadSizeV, kRowTiles, kStages>,
+                      dim3(attend.unit_count, attend.kv_heads), KVK_MATRIX_THREADS,
+                      (uint32_t)sizeof(Shape), stream, attend);
+}
+
 /* A tile and its stages fill shared memory so that two blocks of few rows have room on a
  * multiprocessor of sm_90; all have on one of sm_80. */
-template <int kHeadSizeK, int kHeadSizeV, bool kLatent, int kRowTiles, int kTileTokens, int kStages>
+template <int kHeadSizeK, int kHeadSizeV, int kRowTiles, int kTileTokens, int kStages>
 static constexpr matrix_variant matrix_variant_of(void)
 {
-    return {
-        kHeadSizeK,
-        kHeadSizeV,
-        kLatent,
-        16 * kRowTiles,
-        matrix_launch<kvk_bf16, kHeadSizeK, kHeadSizeV, kLatent, 1, kTileTokens, kStages>,
-        matrix_launch<kvk_bf16, kHeadSizeK, kHeadSizeV, kLatent, kRowTiles, kTileTokens, kStages>,
-        matrix_launch<kvk_fp16, kHeadSizeK, kHeadSizeV, kLatent, 1, kTileTokens, kStages>,
-        matrix_launch<kvk_fp16, kHeadSizeK, kHeadSizeV, kLatent, kRowTiles, kTileTokens, kStages>};
+    return {kHeadSizeK,
+            kHeadSizeV,
+            false,
+            16 * kRowTiles,
+            matrix_launch<kvk_bf16, kHeadSizeK, kHeadSizeV, false, 1, kTileTokens, kStages>,
+            matrix_launch<kvk_bf16, kHeadSizeK, kHeadSizeV, false, kRowTiles, kTileTokens, kStages>,
+            matrix_launch<kvk_fp16, kHeadSizeK, kHeadSizeV, false, 1, kTileTokens, kStages>,
+            matrix_launch<kvk_fp16, kHeadSizeK, kHeadSizeV, false, kRowTiles, kTileTokens, kStages>,
+            compact_launch<kHeadSizeK, kHeadSizeV, 1, 3>,
+            compact_launch<kHeadSizeK, kHeadSizeV, kRowTiles, 3>};
+}
+
+/* Latent K is too long to lie in shared memory in two parts: where compact, it is the plain
+ * kernel's. */
+template <int kHeadSizeK, int kHeadSizeV, int kRowTiles, int kTileTokens, int kStages>
+static constexpr matrix_variant latent_variant_of(void)
+{
+    return {kHeadSizeK,
+            kHeadSizeV,
+            true,
+            16 * kRowTiles,
+            matrix_launch<kvk_bf16, kHeadSizeK, kHeadSizeV, true, 1, kTileTokens, kStages>,
+            matrix_launch<kvk_bf16, kHeadSizeK, kHeadSizeV, true, kRowTiles, kTileTokens, kStages>,
+            matrix_launch<kvk_fp16, kHeadSizeK, kHeadSizeV, true, 1, kTileTokens, kStages>,
+            matrix_launch<kvk_fp16, kHeadSizeK, kHeadSizeV, true, kRowTiles, kTileTokens, kStages>,
+            nullptr,
+            nullptr};
 }
 
 static const matrix_variant matrix_variants[] = {
-    matrix_variant_of<64, 64, false, 4, 64, 4>(),   matrix_variant_of<96, 96, false, 4, 64, 4>(),
-    matrix_variant_of<128, 128, false, 4, 64, 3>(), matrix_variant_of<192, 128, false, 2, 32, 4>(),
-    matrix_variant_of<256, 256, false, 2, 32, 3>(), matrix_variant_of<576, 512, true, 2, 32, 3>(),
+    matrix_variant_of<64, 64, 4, 64, 4>(),   matrix_variant_of<96, 96, 4, 64, 4>(),
+    matrix_variant_of<128, 128, 4, 64, 3>(), matrix_variant_of<192, 128, 2, 32, 4>(),
+    matrix_variant_of<256, 256, 2, 32, 3>(), latent_variant_of<576, 512, 2, 32, 3>(),
 };
 
 static const matrix_variant *matrix_variant_find(uint32_t head_size_k, uint32_t head_size_v,
@@ -107,6 +138,12 @@ static const matrix_variant *matrix_variant_find(uint32_t head_size_k, uint32_t 
     return nullptr;
 }
 
+static bool is_compact(uint32_t format)
+{
+    return format == KVK_FORMAT_FP8_E4M3 || format == KVK_FORMAT_INT8_CHANNEL ||
+           format == KVK_FORMAT_INT8_32;
+}
+
 extern "C" uint32_t kvk_cuda_matrix_rows(enum kvk_format format_q, enum kvk_format format_k,
                                          enum kvk_format format_v, uint32_t head_size_k,
                                          uint32_t head_size_v, bool latent)
@@ -114,11 +151,16 @@ extern "C" uint32_t kvk_cuda_matrix_rows(enum kvk_format format_q, enum kvk_form
     const matrix_variant *variant = matrix_variant_find(head_size_k, head_size_v, latent);
     bool narrow = format_k == KVK_FORMAT_BF16 || format_k == KVK_FORMAT_FP16;
 
-    if (variant == nullptr || !narrow || format_q != format_k ||
-        (!latent && format_v != format_k)) {
+    if (variant == nullptr || (!latent && format_v != format_k)) {
         return 0;
     }
-    return variant->rows_max;
+    if (is_compact(format_k)) {
+        /* Rows are copied by words at least: int8_32 has some that are not so aligned. */
+        bool whole =
+            format_k != KVK_FORMAT_INT8_32 || (head_size_k % 64 == 0 && head_size_v % 64 == 0);
+        return whole && variant->few_compact != nullptr ? variant->rows_max : 0;
+    }
+    return narrow && format_q == format_k ? variant->rows_max : 0;
 }
 
 /* NULL: there is no such kernel. */
@@ -134,6 +176,9 @@ static attend_launch *matrix_launch_find(const kvk_cuda_attend &attend)
     }
     const matrix_variant *variant =
         matrix_variant_find(attend.head_size_k, attend.head_size_v, attend.latent != 0);
+    if (is_compact(attend.format_k)) {
+        return attend.unit_rows > 16 ? variant->many_compact : variant->few_compact;
+    }
     if (attend.format_k == KVK_FORMAT_BF16) {
         return attend.unit_rows > 16 ? variant->many_bf16 : variant->few_bf16;
     }

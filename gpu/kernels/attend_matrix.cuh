@@ -34,6 +34,9 @@ struct kvk_token_place {
 template <typename Format, int kHeadSizeK, int kHeadSizeV, bool kLatent, int kRowTiles,
           int kTileTokens, int kStages>
 struct kvk_matrix_shape {
+    static constexpr int kTile = kTileTokens;
+    static constexpr int kCombinationsK = 1; /* of parts of Q and K */
+    static constexpr int kCombinationsV = 2; /* of parts of weights and V */
     static constexpr int kRows = 16 * kRowTiles;
     static constexpr int kStrideK = kHeadSizeK + KVK_MATRIX_PAD;
     static constexpr int kStrideV = kLatent ? kStrideK : kHeadSizeV + KVK_MATRIX_PAD;
@@ -120,32 +123,40 @@ __device__ __forceinline__ void kvk_matrix_copy_queries(const kvk_cuda_attend &a
     }
 }
 
-/* Step 1: the warp's columns of Q x K, into shared memory. */
+/*
+ * Step 1: the warp's columns of Q x K, into shared memory. Where Q and K are sums of two parts, so
+ * is their product, but for low x low, which is too small to count.
+ */
 template <typename Format, typename Shape, int kHeadSizeK, int kRowTiles>
 __device__ __forceinline__ void kvk_matrix_score(Shape &shared, const Format *k)
 {
     int lane = (int)threadIdx.x % KVK_WARP_THREADS;
     int column = (int)threadIdx.x / KVK_WARP_THREADS * Shape::kColumnsK * 8;
-    const Format *q_row = shared.queries + (lane & 15) * Shape::kStrideK + (lane >> 4) * 8;
-    const Format *k_row = k + (column + (lane & 7)) * Shape::kStrideK + (lane >> 3) * 8;
     float sums[kRowTiles][Shape::kColumnsK][4] = {};
 
+#pragma unroll 1
+    for (int combination = 0; combination < Shape::kCombinationsK; combination++) {
+        const Format *q_row = shared.queries + (lane & 15) * Shape::kStrideK + (lane >> 4) * 8 +
+                              (combination == 2 ? Shape::kRows * Shape::kStrideK : 0);
+        const Format *k_row = k + (column + (lane & 7)) * Shape::kStrideK + (lane >> 3) * 8 +
+                              (combination == 1 ? Shape::kTile * Shape::kStrideK : 0);
 #pragma unroll 2
-    for (int i = 0; i < kHeadSizeK; i += 32) {
-        uint32_t q[kRowTiles][2][4];
-#pragma unroll
-        for (int m = 0; m < kRowTiles; m++) {
-            kvk_load_matrices(q[m][0], q_row + m * 16 * Shape::kStrideK + i);
-            kvk_load_matrices(q[m][1], q_row + m * 16 * Shape::kStrideK + i + 16);
-        }
-#pragma unroll
-        for (int n = 0; n < Shape::kColumnsK; n++) {
-            uint32_t b[4];
-            kvk_load_matrices(b, k_row + n * 8 * Shape::kStrideK + i);
+        for (int i = 0; i < kHeadSizeK; i += 32) {
+            uint32_t q[kRowTiles][2][4];
 #pragma unroll
             for (int m = 0; m < kRowTiles; m++) {
-                kvk_multiply(sums[m][n], q[m][0], b, Format());
-                kvk_multiply(sums[m][n], q[m][1], b + 2, Format());
+                kvk_load_matrices(q[m][0], q_row + m * 16 * Shape::kStrideK + i);
+                kvk_load_matrices(q[m][1], q_row + m * 16 * Shape::kStrideK + i + 16);
+            }
+#pragma unroll
+            for (int n = 0; n < Shape::kColumnsK; n++) {
+                uint32_t b[4];
+                kvk_load_matrices(b, k_row + n * 8 * Shape::kStrideK + i);
+#pragma unroll
+                for (int m = 0; m < kRowTiles; m++) {
+                    kvk_multiply(sums[m][n], q[m][0], b, Format());
+                    kvk_multiply(sums[m][n], q[m][1], b + 2, Format());
+                }
             }
         }
     }
@@ -239,7 +250,8 @@ kvk_matrix_soften(const kvk_cuda_attend &attend, const kvk_cuda_unit &unit, Shap
     }
 }
 
-/* Step 3: the warp's columns of V, weighed. */
+/* Step 3: the warp's columns of V, weighed by both parts of the weights; of V's second part, where
+ * it has one, by the high ones. */
 template <typename Format, typename Shape, int kRowTiles, int kTileTokens>
 __device__ __forceinline__ void kvk_matrix_weigh(const Shape &shared, const Format *v,
                                                  float values[kRowTiles][Shape::kColumnsV][4])
@@ -262,14 +274,16 @@ __device__ __forceinline__ void kvk_matrix_weigh(const Shape &shared, const Form
     }
 #pragma unroll 1
     for (int token = 0; token < kTileTokens; token += 32) {
-        const Format *v_row = v + (token + lane) * Shape::kStrideV + column;
+        /* V is read again rather than all weights held in registers. */
 #pragma unroll 1
-        for (int part = 0; part < 2; part++) { /* V twice rather than all weights in registers */
+        for (int combination = 0; combination < Shape::kCombinationsV; combination++) {
+            const Format *v_row = v + (token + lane) * Shape::kStrideV + column +
+                                  (combination == 2 ? Shape::kTile * Shape::kStrideV : 0);
             uint32_t weights[kRowTiles][2][4]; /* [tokens 0-15 or 16-31] */
 #pragma unroll
             for (int m = 0; m < kRowTiles; m++) {
-                const Format *row =
-                    shared.weights[part] + weight + m * 16 * Shape::kStrideWeights + token;
+                const Format *row = shared.weights[combination == 1] + weight +
+                                    m * 16 * Shape::kStrideWeights + token;
                 kvk_load_matrices(weights[m][0], row);
                 kvk_load_matrices(weights[m][1], row + 16);
             }

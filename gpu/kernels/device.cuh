@@ -103,6 +103,18 @@ __device__ __forceinline__ void kvk_copy_async(void *shared, const void *global,
                  : "memory");
 }
 
+/* The same of 4 bytes, for rows that are not aligned to more. */
+__device__ __forceinline__ void kvk_copy_async_word(void *shared, const void *global, bool take)
+{
+    uint32_t target = (uint32_t)__cvta_generic_to_shared(shared);
+    uint32_t size_bytes = take ? 4 : 0;
+
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                 :
+                 : "r"(target), "l"(global), "r"(size_bytes)
+                 : "memory");
+}
+
 __device__ __forceinline__ void kvk_copy_async_close(void)
 {
     asm volatile("cp.async.commit_group;" : : : "memory");

@@ -31,10 +31,11 @@ enum thread_state {
     THREAD_ENDED,
 };
 
-/* 16 bytes on their way into shared memory. */
+/* Bytes on their way into shared memory. */
 struct copy {
     void *target;
     const void *source; /* NULL: zeros */
+    uint32_t size_bytes;
 };
 
 struct thread {
@@ -293,32 +294,33 @@ uint8_t *shared_memory(void)
     return running->shared;
 }
 
-static void check_shared(const void *address, const char *file, int line)
+static void check_shared(const void *address, uint32_t size_bytes, const char *file, int line)
 {
     const uint8_t *at = (const uint8_t *)address;
     const block &b = *running;
 
-    if (at < b.shared || at + 16 > b.shared + b.shared_bytes) {
-        breach("16 bytes that are not in shared memory", file, line);
+    if (at < b.shared || at + size_bytes > b.shared + b.shared_bytes) {
+        breach("bytes that are not in shared memory", file, line);
     }
-    if ((uintptr_t)at % 16 != 0) {
-        breach("shared memory that is not aligned to 16 bytes", file, line);
+    if ((uintptr_t)at % size_bytes != 0) {
+        breach("shared memory that is not aligned", file, line);
     }
 }
 
-void copy_async(void *shared, const void *global, bool take, const char *file, int line)
+void copy_async(void *shared, const void *global, uint32_t size_bytes, bool take, const char *file,
+                int line)
 {
     thread &t = self();
 
-    check_shared(shared, file, line);
-    if (take && (uintptr_t)global % 16 != 0) {
-        breach("a source that is not aligned to 16 bytes", file, line);
+    check_shared(shared, size_bytes, file, line);
+    if (take && (uintptr_t)global % size_bytes != 0) {
+        breach("a source that is not aligned", file, line);
     }
     if (t.copy_count == COPIES_MAX) {
         breach("more copies under way than the simulator counts", file, line);
     }
-    memset(shared, 0xff, 16); /* whoever reads it before the wait gets NaN */
-    t.copies[t.copy_count++] = {shared, take ? global : nullptr};
+    memset(shared, 0xff, size_bytes); /* whoever reads it before the wait gets NaN */
+    t.copies[t.copy_count++] = {shared, take ? global : nullptr, size_bytes};
     pause_perhaps();
 }
 
@@ -339,9 +341,9 @@ static void copies_land(thread &t, uint32_t count)
 {
     for (uint32_t i = 0; i < count; i++) {
         if (t.copies[i].source == nullptr) {
-            memset(t.copies[i].target, 0, 16);
+            memset(t.copies[i].target, 0, t.copies[i].size_bytes);
         } else {
-            memcpy(t.copies[i].target, t.copies[i].source, 16);
+            memcpy(t.copies[i].target, t.copies[i].source, t.copies[i].size_bytes);
         }
     }
     memmove(t.copies, t.copies + count, (t.copy_count - count) * sizeof(copy));
@@ -382,7 +384,7 @@ lane_out warp(enum warp_work work, const lane_in &in, const char *file, int line
         breach("divergent warp", file, line);
     }
     if (work == WARP_LOAD_MATRICES || work == WARP_LOAD_MATRICES_TRANSPOSED) {
-        check_shared(in.address, file, line);
+        check_shared(in.address, 16, file, line);
     }
     w.work = work;
     w.file = file;

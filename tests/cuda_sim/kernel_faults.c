@@ -29,7 +29,7 @@ static void case_make(struct gpu_case *test, enum kvk_format format)
         .head_size_k = 128,
         .head_size_v = 128,
         .block_tokens = 16,
-        .format_q = format,
+        .format_q = kvk_format_is_compact(format) ? KVK_FORMAT_BF16 : format,
         .format_k = format,
         .format_v = format,
         .scale = 0.088F,
@@ -93,21 +93,22 @@ static uint32_t barriers_of(enum kvk_format format)
     return kvk_sim_barrier_count();
 }
 
-/* fp32 goes to the plain kernel, bf16 to the matrix kernel. */
-static const enum kvk_format formats[] = {KVK_FORMAT_FP32, KVK_FORMAT_BF16};
+/* The plain kernel's, the matrix kernel's, and that of compact K and V. */
+static const enum kvk_format formats[] = {KVK_FORMAT_FP32, KVK_FORMAT_BF16, KVK_FORMAT_FP8_E4M3};
+#define KERNEL_COUNT 3
 
 Test(cuda_faults, without_faults_all_is_right)
 {
     const struct kvk_sim_faults none = {0};
 
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < KERNEL_COUNT; i++) {
         cr_assert_eq(orders_that_notice(&none, formats[i]), 0);
     }
 }
 
 Test(cuda_faults, every_missing_barrier_is_noticed)
 {
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < KERNEL_COUNT; i++) {
         uint32_t count = barriers_of(formats[i]);
         cr_assert_geq(count, 5);
         for (uint32_t barrier = 1; barrier <= count; barrier++) {
@@ -120,7 +121,7 @@ Test(cuda_faults, every_missing_barrier_is_noticed)
 
 Test(cuda_faults, every_divergent_barrier_is_told)
 {
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < KERNEL_COUNT; i++) {
         uint32_t count = barriers_of(formats[i]);
         for (uint32_t barrier = 1; barrier <= count; barrier++) {
             const struct kvk_sim_faults faults = {.divergent_barrier = barrier};
@@ -138,6 +139,31 @@ Test(cuda_faults, missing_waits_are_noticed_in_every_order)
     const struct kvk_sim_faults faults[] = {{.early_waits = 1}, {.forgotten_close = true}};
 
     for (int i = 0; i < 2; i++) {
-        cr_assert_eq(orders_that_notice(&faults[i], KVK_FORMAT_BF16), 3, "fault %d", i);
+        for (int kernel = 1; kernel < KERNEL_COUNT; kernel++) {
+            cr_assert_eq(orders_that_notice(&faults[i], formats[kernel]), 3, "fault %d, format %d",
+                         i, (int)formats[kernel]);
+        }
+    }
+}
+
+/* A page that is shorter than its geometry says: the read past its end meets a guard page. */
+Test(cuda_faults, reads_out_of_range_are_trapped)
+{
+    for (int i = 0; i < KERNEL_COUNT; i++) {
+        pid_t child = fork();
+        cr_assert_geq(child, 0);
+        if (child == 0) {
+            struct gpu_case test;
+            (void)signal(SIGSEGV, SIG_DFL);
+            case_make(&test, formats[i]);
+            size_t size_bytes = (size_t)gpu_case_page_bytes(&test.attend);
+            struct attend_case_memory memory =
+                attend_case_memory_of(test.pages[0][3], size_bytes - 16, 16);
+            test.pages[0][3] = memory.begin;
+            _exit(attend_case_run(&test, 0));
+        }
+        int status;
+        cr_assert_eq(waitpid(child, &status, 0), child);
+        cr_assert(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV, "format %d", (int)formats[i]);
     }
 }

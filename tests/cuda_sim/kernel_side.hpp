@@ -21,7 +21,9 @@ place block_index(void);
 void barrier(const char *file, int line);
 uint8_t *shared_memory(void);
 
-void copy_async(void *shared, const void *global, bool take, const char *file, int line);
+/* 4 or 16 bytes. */
+void copy_async(void *shared, const void *global, uint32_t size_bytes, bool take, const char *file,
+                int line);
 void copy_async_close(void);
 void copy_async_wait(uint32_t newest_groups);
 

@@ -338,6 +338,37 @@ Test(cuda_kernels, nothing_to_see)
     gpu_case_free(&test);
 }
 
+/* Compact formats in the matrix kernel, for few rows and for many. */
+Test(cuda_kernels, compact_formats_are_attended_by_matrix_instructions)
+{
+    static const struct shape sizes[] = {
+        {64, 64, false}, {96, 96, false}, {128, 128, false}, {192, 128, false}, {256, 256, false}};
+
+    for (uint32_t i = 0; i < 30; i++) {
+        const struct shape *size = &sizes[i % 5];
+        enum kvk_format format = (enum kvk_format)(KVK_FORMAT_FP8_E4M3 + (int)(i / 5 % 3));
+        bool is_chunk = i >= 15;
+        struct kvk_random random;
+        struct gpu_case test;
+        kvk_random_init(&random, i);
+        plain_case(&test, KVK_FORMAT_BF16, 75);
+        test.attend.head_size_k = size->size_k;
+        test.attend.head_size_v = size->size_v;
+        test.attend.format_k = test.attend.format_v = format;
+        test.attend.format_q = (enum kvk_format)(KVK_FORMAT_FP32 + (int)(i % 3));
+        test.attend.v_offset = gpu_case_k_bytes(&test.attend);
+        test.items[0].query_count = is_chunk ? 6 : 1;
+        test.items[0].position = is_chunk ? 69 : 74;
+        gpu_case_fill_item(&test, 0, &random, 0);
+        gpu_case_expect(&test);
+        bool fits = format != KVK_FORMAT_INT8_32 || size->size_k % 64 == 0;
+        cr_assert_eq(attend_case_kernel(&test),
+                     fits ? KVK_CUDA_KERNEL_MATRIX : KVK_CUDA_KERNEL_PLAIN);
+        check_orders(&test, i, is_chunk ? 0 : 40);
+        gpu_case_free(&test);
+    }
+}
+
 /* Tokens that all units of the batch go over together. */
 static uint64_t unit_tokens(const struct gpu_case *test)
 {

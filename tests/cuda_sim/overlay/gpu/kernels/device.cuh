@@ -104,7 +104,14 @@ static inline uint8_t *kvk_shared_memory(void)
 static inline void kvk_copy_async(void *shared, const void *global, bool take,
                                   const char *file = __builtin_FILE(), int line = __builtin_LINE())
 {
-    kvk_sim::copy_async(shared, global, take, file, line);
+    kvk_sim::copy_async(shared, global, 16, take, file, line);
+}
+
+static inline void kvk_copy_async_word(void *shared, const void *global, bool take,
+                                       const char *file = __builtin_FILE(),
+                                       int line = __builtin_LINE())
+{
+    kvk_sim::copy_async(shared, global, 4, take, file, line);
 }
 
 static inline void kvk_copy_async_close(void)
