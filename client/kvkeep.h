@@ -152,8 +152,11 @@ const uint8_t *kvkeep_session_token(const struct kvkeep_session *session); /* 16
 
 /* ---- Mapped memory ---- */
 
+struct kvk_slab_table;
+
 struct kvkeep_map {
-    uint8_t *address; /* slot s at address + s x slot_stride; never written where read_only */
+    uint8_t *address; /* slot s at address + s x slot_stride; never written where read_only. NULL:
+                         memory of a GPU, see slabs */
     uint64_t size_bytes;
     uint64_t slot_stride;
     const volatile uint32_t *generations; /* [slot]; read before and after copying: changed means
@@ -161,6 +164,8 @@ struct kvkeep_map {
     uint64_t generations_size_bytes;
     uint64_t id;
     bool read_only;
+    const struct kvk_slab_table *slabs; /* base/slab_table.h: what cudaIpcOpenMemHandle() opens, and
+                                           which slots lie there; of size_bytes. Else NULL */
 };
 
 enum kvkeep_tier {
@@ -210,12 +215,23 @@ struct kvkeep_lookup {
     uint64_t host_tokens;
     uint64_t load_ns;
     uint64_t recompute_ns;
+    uint64_t disk_tokens;          /* of cached_tokens: on disk alone */
+    uint64_t restore_ns;           /* estimated to bring those back, */
+    uint64_t restore_recompute_ns; /* and to compute from the first of them on */
 };
 
 KVK_CHECKED enum kvk_status kvkeep_lookup(struct kvkeep_client *client,
                                           const struct kvkeep_space *space,
                                           const struct kvkeep_prompt *prompt, bool leave_last,
                                           struct kvkeep_lookup *result, struct kvk_error *error);
+/* The same; and what of it is on disk alone is brought to memory behind this call's back, as far as
+ * there is free or clean room: for a prompt that will be opened soon. The figures are those of
+ * before. */
+KVK_CHECKED enum kvk_status kvkeep_lookup_ahead(struct kvkeep_client *client,
+                                                const struct kvkeep_space *space,
+                                                const struct kvkeep_prompt *prompt, bool leave_last,
+                                                struct kvkeep_lookup *result,
+                                                struct kvk_error *error);
 KVK_CHECKED enum kvk_status kvkeep_touch(struct kvkeep_client *client,
                                          const struct kvkeep_space *space,
                                          const struct kvkeep_prompt *prompt,

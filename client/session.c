@@ -255,14 +255,20 @@ static enum kvk_status map_descriptors(const int fds[2], const Kvkeep__V1__MapMe
                                        bool read_only, struct kvkeep_map *map,
                                        struct kvk_error *error)
 {
-    int protection = read_only ? PROT_READ : PROT_READ | PROT_WRITE;
-    void *address = mmap(NULL, told->size_bytes, protection, MAP_SHARED, fds[0], 0);
+    int protection = read_only || told->by_slabs ? PROT_READ : PROT_READ | PROT_WRITE;
+    struct stat table;
+    uint64_t size_bytes = told->size_bytes;
+    if (told->by_slabs) {
+        size_bytes = fstat(fds[0], &table) == 0 ? (uint64_t)table.st_size : 0;
+    }
+    void *address = mmap(NULL, size_bytes, protection, MAP_SHARED, fds[0], 0);
     if (address == MAP_FAILED) {
         return kvk_fail(error, KVK_INTERNAL, KVK_CAUSE_NONE, "", "cannot map slots: %s",
                         strerror(errno));
     }
-    map->address = address;
-    map->size_bytes = told->size_bytes;
+    map->address = told->by_slabs ? NULL : address;
+    map->slabs = told->by_slabs ? address : NULL;
+    map->size_bytes = size_bytes;
     map->slot_stride = told->slot_stride;
     map->id = told->map_id;
     map->read_only = read_only;
@@ -346,6 +352,9 @@ void kvkeep_unmap(struct kvkeep_map *map)
 {
     if (map->address != NULL) {
         munmap(map->address, map->size_bytes);
+    }
+    if (map->slabs != NULL) {
+        munmap((void *)(uintptr_t)map->slabs, map->size_bytes);
     }
     if (map->generations != NULL) {
         munmap((void *)(uintptr_t)map->generations, map->generations_size_bytes);

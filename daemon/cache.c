@@ -489,6 +489,7 @@ void kvk_cache_maintain(struct kvk_cache *cache)
     if (cache->purge_wanted) {
         kvk_purge_slice(cache, PURGE_IDS);
     }
+    kvk_lost_slice(cache, PURGE_IDS);
     kvk_tier_run_ahead_drops(cache);
     gap_note(cache);
     kvk_quota_maintain_drops(cache);

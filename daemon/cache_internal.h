@@ -447,6 +447,16 @@ void kvk_tier_punch_drops(struct kvk_cache *cache);
 void kvk_tier_punch_end(struct kvk_cache *cache, struct kvk_punch *punch);
 uint64_t kvk_tier_load_ns(const struct kvk_cache *cache, uint64_t bytes); /* estimate */
 
+/* ================= lost.c ================= */
+
+/* The tier's device has fallen away for good. */
+bool kvk_tier_is_lost(const struct kvk_cache *cache, enum kvk_tier tier);
+/* KVK_UNAVAILABLE where it has: nothing new may come to lie there. */
+KVK_CHECKED enum kvk_status kvk_tier_check_there(const struct kvk_cache *cache, enum kvk_tier tier,
+                                                 struct kvk_error *error);
+/* Where it has, forget what lay there, over at most `count` block ids. */
+void kvk_lost_slice(struct kvk_cache *cache, uint32_t count);
+
 /* ================= maintenance: cache.c, invalidate.c, room.c ================= */
 
 /* Memory of the engine's own tables: index, tokens, policy, journal, curves. O(1), or nearly. */
@@ -472,7 +482,7 @@ void kvk_cache_check_locked(struct kvk_cache *cache);
 struct kvk_prefix {
     uint64_t blocks;
     uint64_t known[KVK_GROUP_COUNT_MAX]; /* path entries that are filled */
-    uint64_t own[KVK_GROUP_COUNT_MAX];   /* blocks from the start that the space's own chain knows */
+    uint64_t own[KVK_GROUP_COUNT_MAX]; /* blocks from the start that the space's own chain knows */
     const struct kvk_publication *publication; /* whose blocks are among them; NULL: nobody's. Valid
                                                   while the lock is held */
     uint64_t public_blocks; /* of `blocks`, in group 0 */

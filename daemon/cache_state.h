@@ -444,6 +444,7 @@ struct kvk_cache_stats {
     uint64_t disk_refused_blocks;  /* and records that were not */
     uint64_t spaces_restored, space_records_refused; /* at the start */
     uint64_t space_record_failures;                  /* to write or remove one */
+    uint64_t lost_blocks;         /* copies on a device that fell away */
     uint64_t unkept_blocks;       /* times that a block found no place in its sidecar */
     uint64_t torn_records;        /* of sidecars, at the start */
     uint64_t restored_blocks;     /* at the start, from kept memory and disk */
@@ -524,6 +525,8 @@ struct kvk_cache {
     uint32_t purge_next; /* sweep for blocks of invalidated roots */
     uint32_t purge_left; /* ids that the sweep has still to see */
     bool purge_wanted;
+    uint32_t lost_next; /* sweep for blocks on a lost device */
+    bool lost_told;
     uint32_t stray_next;      /* group whose strays are counted next */
     uint32_t tidy_next;       /* group that is tidied next */
     uint32_t give_next;       /* group that is asked for a slab next, where nobody offers one */

@@ -348,6 +348,10 @@ enum kvk_status kvk_room_slot(struct kvk_cache *cache, struct kvk_group *group, 
                               struct kvk_error *error)
 {
     KVK_ASSERT(kvk_lock_held(&cache->lock));
+    enum kvk_status there = kvk_tier_check_there(cache, tier, error);
+    if (there != KVK_OK) {
+        return there;
+    }
     bool admitted = group->tiers[tier].present &&
                     (caller == NULL ||
                      is_admitted(cache, group->space->tenant, tier, group->block_bytes, 0, 0));
@@ -500,6 +504,10 @@ enum kvk_status kvk_room_reserve(struct kvk_cache *cache, struct kvk_space *spac
                                  const struct kvk_caller *caller, struct kvk_error *error)
 {
     KVK_ASSERT(kvk_lock_held(&cache->lock));
+    enum kvk_status there = kvk_tier_check_there(cache, want->tier, error);
+    if (there != KVK_OK) {
+        return there;
+    }
     uint64_t needed = want_bytes(space, want);
     if (!want_is_present(space, want) || !is_admitted(cache, space->tenant, want->tier, needed,
                                                       want->growth_bytes, want->own_growth_bytes)) {

@@ -390,6 +390,9 @@ enum kvk_status kvk_sequence_seal(struct kvk_cache *cache, const struct kvk_call
     enum kvk_status status = kvk_sequence_find(cache, caller, request->session_id,
                                                request->sequence_id, &session, &sequence, error);
     if (status == KVK_OK) {
+        status = kvk_tier_check_there(cache, sequence->home, error);
+    }
+    if (status == KVK_OK) {
         status = seal_drops(cache, session, sequence, request, caller, reply, error);
     }
     kvk_unlock(&cache->lock);

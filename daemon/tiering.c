@@ -461,7 +461,8 @@ void kvk_tier_run_ahead_drops(struct kvk_cache *cache)
     KVK_ASSERT(kvk_lock_held(&cache->lock));
     const struct kvk_tier_state *device = &cache->tiers[KVK_TIER_DEVICE];
     uint32_t percent = cache->config->device_free_percent;
-    if (device->device == NULL || cache->tiers[KVK_TIER_HOST].device == NULL || percent == 0) {
+    if (device->device == NULL || cache->tiers[KVK_TIER_HOST].device == NULL || percent == 0 ||
+        kvk_tier_is_lost(cache, KVK_TIER_DEVICE)) {
         return;
     }
     uint64_t target = device->pool.limit_bytes * percent / 100;

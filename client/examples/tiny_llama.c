@@ -365,22 +365,27 @@ static bool failed(struct worker *worker, enum kvk_status status)
 }
 
 /* K of one layer, KV head and token in a slot; V lies behind all K of the layer. Heads first:
- * [layer][K or V][head][token][dim]. */
+ * [layer][K or V][head][token][dim]. A NULL row: a failure, or memory of a GPU. */
+static size_t row_offset(uint64_t position, int layer, bool value, int head)
+{
+    size_t plane = (size_t)KV_HEADS * BLOCK_TOKENS * HEAD_SIZE;
+    return ((size_t)layer * 2 + (value ? 1 : 0)) * plane +
+           ((size_t)head * BLOCK_TOKENS + position % BLOCK_TOKENS) * HEAD_SIZE;
+}
+
 static float *slot_row(struct worker *worker, uint64_t position, int layer, bool value, int head)
 {
     const struct kvkeep_table *table = &worker->sequence->groups[0];
     uint64_t block = position / BLOCK_TOKENS;
     enum kvkeep_tier tier = (enum kvkeep_tier)table->tiers[block];
     struct kvkeep_map *map = &worker->maps[tier];
-    if (map->address == NULL &&
+    if (map->address == NULL && map->slabs == NULL &&
         failed(worker, kvkeep_map_slots(worker->session, &worker->space, 0, 0, tier, false, map,
                                         &worker->error))) {
         return NULL;
     }
     float *slot = (float *)(void *)(map->address + table->slots[block] * map->slot_stride);
-    size_t plane = (size_t)KV_HEADS * BLOCK_TOKENS * HEAD_SIZE;
-    return slot + ((size_t)layer * 2 + (value ? 1 : 0)) * plane +
-           ((size_t)head * BLOCK_TOKENS + position % BLOCK_TOKENS) * HEAD_SIZE;
+    return map->address == NULL ? NULL : slot + row_offset(position, layer, value, head);
 }
 
 /* The cached part, read from the mapped slots. */
@@ -429,6 +434,33 @@ static void attend_daemon(struct worker *worker, int layer, uint32_t count, uint
     }
 }
 
+/* What was computed goes into the slots; where they are a GPU's, as bytes over gRPC. */
+static void write_rows(struct worker *worker, int layer, uint32_t count, uint64_t first,
+                       float keys[][KV_WIDTH], float values[][KV_WIDTH])
+{
+    struct kvkeep_piece pieces[CHUNK_MAX * KV_HEADS * 2];
+    uint32_t piece_count = 0;
+    for (uint32_t i = 0; i < count * KV_HEADS * 2; i++) {
+        uint32_t t = i / (KV_HEADS * 2);
+        int head = (int)(i / 2 % KV_HEADS);
+        const float *from = (i % 2 == 1 ? values : keys)[t] + head * HEAD_SIZE;
+        float *row = slot_row(worker, first + t, layer, i % 2 == 1, head);
+        if (row != NULL) {
+            memcpy(row, from, HEAD_SIZE * sizeof(float));
+        } else {
+            pieces[piece_count++] = (struct kvkeep_piece){
+                .block = (first + t) / BLOCK_TOKENS,
+                .offset = row_offset(first + t, layer, i % 2 == 1, head) * sizeof(float),
+                .data = from,
+                .size_bytes = HEAD_SIZE * sizeof(float)};
+        }
+    }
+    if (piece_count > 0 && worker->status == KVK_OK) {
+        (void)failed(worker, kvkeep_write(worker->session, worker->sequence, pieces, piece_count,
+                                          &worker->error));
+    }
+}
+
 static void cached_attention(void *context, int layer, uint32_t count, uint64_t first,
                              float queries[][QUERY_WIDTH], float keys[][KV_WIDTH],
                              float values[][KV_WIDTH], struct partial *result)
@@ -439,7 +471,7 @@ static void cached_attention(void *context, int layer, uint32_t count, uint64_t 
     if (worker->status != KVK_OK) {
         return;
     }
-    if (first > 0 && worker->ask_daemon) {
+    if (first > 0 && (worker->ask_daemon || slot_row(worker, 0, 0, false, 0) == NULL)) {
         attend_daemon(worker, layer, count, first, queries, result);
     } else {
         attend_slots(worker, layer, count, first, queries, result);
@@ -455,16 +487,8 @@ static void cached_attention(void *context, int layer, uint32_t count, uint64_t 
     }
     merge(result, &chunk, count);
     /* A swapped-out sequence is only looked at: it has no slots to write to. */
-    for (uint32_t t = 0; t < count && !worker->sequence->swapped_out; t++) {
-        for (int h = 0; h < KV_HEADS; h++) {
-            float *key = slot_row(worker, first + t, layer, false, h);
-            float *value = slot_row(worker, first + t, layer, true, h);
-            if (key == NULL || value == NULL) {
-                return;
-            }
-            memcpy(key, keys[t] + h * HEAD_SIZE, HEAD_SIZE * sizeof(float));
-            memcpy(value, values[t] + h * HEAD_SIZE, HEAD_SIZE * sizeof(float));
-        }
+    if (!worker->sequence->swapped_out) {
+        write_rows(worker, layer, count, first, keys, values);
     }
 }
 
@@ -521,14 +545,10 @@ static void compare(const struct answer *reference, const struct answer *got, ui
         if (got->tokens[i] == reference->tokens[i]) {
             continue;
         }
-        if (reference->ties[i] || got->ties[i]) {
-            tally->ties++;
-        } else {
-            tally->mismatches++;
-        }
-        if (i + 1 < got->length) {
-            tally->skipped++;
-        }
+        bool tie = reference->ties[i] || got->ties[i];
+        tally->ties += tie ? 1 : 0;
+        tally->mismatches += tie ? 0 : 1;
+        tally->skipped += i + 1 < got->length ? 1 : 0;
         return; /* what follows another token is another text */
     }
 }

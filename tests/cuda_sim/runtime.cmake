@@ -28,3 +28,10 @@ endforeach()
 # kvkeepd as it is, on simulated GPUs.
 kvk_program(kvkeepd_sim SOURCES ${CMAKE_SOURCE_DIR}/daemon/main.c
             ${CMAKE_SOURCE_DIR}/daemon/devices.c LINK kvk_server kvk_cuda_sim)
+
+kvk_program(test_cuda_sim_daemon_gpu SOURCES ${CMAKE_CURRENT_LIST_DIR}/daemon_gpu.c
+            LINK kvk_client kvk_proto kvk_cuda_sim_runtime kvk_base)
+add_dependencies(test_cuda_sim_daemon_gpu kvkeepd_sim)
+add_test(NAME cuda_sim/daemon_gpu COMMAND test_cuda_sim_daemon_gpu)
+set_tests_properties(cuda_sim/daemon_gpu PROPERTIES TIMEOUT 300 RUN_SERIAL ON LABELS process
+    ENVIRONMENT "KVKEEPD=$<TARGET_FILE:kvkeepd_sim>")
