@@ -271,7 +271,8 @@ void kvk_persist_forget_unlocked(struct kvk_cache *cache, uint64_t space_id)
 static struct kvk_space *unrecorded_space(const struct kvk_cache *cache)
 {
     for (struct kvk_space *space = cache->spaces; space != NULL; space = space->next) {
-        if (!space->recorded && !space->is_public && !space->constant_hash && !kvk_tenant_is_leaving(space->tenant)) {
+        if (!space->recorded && !space->is_public && !space->constant_hash &&
+            !kvk_tenant_is_leaving(space->tenant)) {
             return space;
         }
     }

@@ -140,9 +140,10 @@ uint32_t kvk_index_roots_visit(const struct kvk_index *index, uint32_t first, ui
 /* ---- Changing ---- */
 
 /*
- * Put `block`, which must be whole (or hollow, to hold a place) and unindexed, under the cursor with the block_tokens tokens of
- * `content` that begin there. Where it has a copy and is its parent's first child with bytes, the
- * parent (cursor->block before the call) is no longer a leaf: it must be in no queue.
+ * Put `block`, which must be whole (or hollow, to hold a place) and unindexed, under the cursor with
+ * the block_tokens tokens of `content` that begin there. Where it has a copy and is its parent's
+ * first child with bytes, the parent (cursor->block before the call) is no longer a leaf: it must be
+ * in no queue.
  * KVK_OK: indexed, the cursor stands behind it.
  * KVK_EXISTS: another block stands there; `*winner` is it (it may be hollow), the cursor stands
  * behind the winner, `block` is unchanged.

@@ -258,6 +258,38 @@ Test(base_slots, slab_sizes)
     kvk_arena_finish(&arena);
 }
 
+/* Places for all of so many slots, and no more, however scarce the budget was meanwhile. */
+Test(base_slots, an_arena_for_so_many_slots)
+{
+    struct kvk_pool pool;
+    struct kvk_arena arena;
+    struct kvk_arena other;
+    kvk_pool_init(&pool, 1000 * 100);
+    cr_assert_eq(kvk_arena_init(&other, &pool, 100), KVK_OK);
+    cr_assert_eq(kvk_arena_init_for(&arena, &pool, 70, 37), KVK_OK);
+    cr_assert_eq(kvk_arena_slot_capacity(&arena), 37);
+    while (kvk_pool_free_bytes(&pool) >= 100) {
+        cr_assert_neq(kvk_arena_grow(&other), KVK_SLAB_NONE);
+    }
+    uint32_t taken = 0;
+    while (taken < 37) {
+        uint32_t slot = kvk_arena_take(&arena);
+        if (slot != KVK_SLOT_NONE) {
+            cr_assert_lt(slot, 37);
+            taken++;
+        } else if (kvk_arena_grow(&arena) == KVK_SLAB_NONE) {
+            kvk_arena_shrink(&other, kvk_arena_empty_slab(&other));
+        }
+    }
+    cr_assert_eq(arena.slot_count, 37);
+    cr_assert_eq(kvk_arena_grow(&arena), KVK_SLAB_NONE, "no place for one more");
+    struct kvk_arena *const both[] = {&arena, &other};
+    kvk_pool_check(&pool, both, 2);
+    kvk_arena_finish(&arena);
+    kvk_arena_finish(&other);
+    cr_assert_eq(pool.slab_bytes, 0);
+}
+
 /* Half-full slabs fill up before an empty one is touched. */
 Test(base_slots, fuller_slabs_come_first)
 {

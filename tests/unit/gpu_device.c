@@ -150,6 +150,34 @@ Test(gpu_device, seals_hold)
     device->ops->free(device, &region);
 }
 
+/* The daemon writes it by the mapping that it has; nobody gets another that could. */
+Test(gpu_device, public_memory_takes_no_writable_mapping)
+{
+    struct kvk_region region;
+    struct kvk_error error;
+    char path[64];
+    cr_assert_eq(device->ops->alloc_public(device, 3 * PAGE, "test", &region, &error), KVK_OK, "%s",
+                 error.text);
+    back(&region, 0, 3 * PAGE);
+    memset(region.address, 0x5a, 3 * PAGE);
+    int seals = fcntl(region.fd, F_GET_SEALS);
+    cr_assert_eq(seals & (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL | F_SEAL_FUTURE_WRITE),
+                 F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL | F_SEAL_FUTURE_WRITE);
+    (void)snprintf(path, sizeof(path), "/proc/self/fd/%d", region.fd);
+    int again = open(path, O_RDWR | O_CLOEXEC);
+    cr_assert_geq(again, 0);
+    cr_assert_eq(mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, again, 0), MAP_FAILED);
+    cr_assert_neq(pwrite(again, "x", 1, 0), 1);
+    uint8_t *seen = mmap(NULL, PAGE, PROT_READ, MAP_SHARED, again, 0);
+    cr_assert_neq(seen, MAP_FAILED);
+    cr_assert_neq(mprotect(seen, PAGE, PROT_READ | PROT_WRITE), 0);
+    cr_assert_eq(seen[7], 0x5a);
+    device->ops->free(device, &region);
+    cr_assert_eq(seen[7], 0, "freed, it is zeros to whoever maps it still");
+    cr_assert_eq(munmap(seen, PAGE), 0);
+    (void)close(again);
+}
+
 Test(gpu_device, a_huge_region_costs_nothing_until_backed)
 {
     struct kvk_region region = make_region(UINT64_C(1) << 40);
