@@ -120,6 +120,7 @@ int ctl_why(const struct ctl_options *options, int argc, char **argv);
 int ctl_why_miss(const struct ctl_options *options, int argc, char **argv);
 bool ctl_why_is_miss(int argc, char **argv);
 int ctl_doctor(const struct ctl_options *options, int argc, char **argv);
+int ctl_audit(const struct ctl_options *options, int argc, char **argv);
 int ctl_drain(const struct ctl_options *options, int argc, char **argv);
 int ctl_mrc(const struct ctl_options *options, int argc, char **argv);
 int ctl_invalidate(const struct ctl_options *options, int argc, char **argv);

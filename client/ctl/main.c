@@ -26,6 +26,7 @@ static const struct ctl_command commands[] = {
     {"publish", "put a cached prefix into the public scope", "", ctl_publish},
     {"unpublish", "take one out of it", "", ctl_unpublish},
     {"public", "prefixes in the public scope", "", ctl_public},
+    {"audit", "who changed what: the audit log", "", ctl_audit},
     {"drain", "end the daemon so that the next one starts warm", "", ctl_drain},
     {"stats", "all counters", "", ctl_stats},
     {"top", "live: rates, occupancy, the busiest tenants", "", ctl_top},

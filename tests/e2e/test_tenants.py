@@ -539,6 +539,41 @@ def ctl(site, *arguments, env=None):
                           capture_output=True, text=True, env={**os.environ, **(env or {})})
 
 
+def test_kvkeepctl_audit(site):
+    site.create(b"a")
+    site.create(b"b")
+    token = site.credential(b"engine", [b"a"])
+    with Refused(CODE.PERMISSION_DENIED):
+        site.admin("DeleteTenant", pb.DeleteTenantRequest(name=b"a"), token=token,
+                   target=site.tcp)
+    folder = str(pathlib.Path(site.folder) / "durable")
+
+    def calls(*arguments):
+        shown = ctl(site, "--json", "audit", "--folder", folder, *arguments)
+        assert shown.returncode == 0, shown.stderr
+        return [(entry["call"], entry["object"]) for entry in json.loads(shown.stdout)]
+
+    created = [("CreateTenant", "a"), ("CreateTenant", "b")]
+    engine = ("CreateCredential", "engine")
+    assert calls() == [*created, engine, ("DeleteTenant", "")]
+    assert calls("--tenant", "a") == [created[0], engine]
+    assert calls("--action", "CreateTenant") == created
+    assert calls("--who", "engine") == calls("--failed") == [("DeleteTenant", "")]
+    assert len(calls("--since", "1h")) == 4 and calls("--since", "2999-01-01") == []
+    # The older file comes first, and a broken line hides nothing.
+    older = {"time": "2020-02-02T02:02:02.000Z", "who": "x\u001b[2J", "call": "Drain", "object": "",
+             "details": "", "result": "OK", "reason": "", "peer": "unix:uid=0"}
+    (pathlib.Path(folder) / "audit.log.1").write_text(json.dumps(older) + "\n{torn\n")
+    assert calls()[0] == ("Drain", "") and len(calls()) == 5
+    assert len(calls("--since", "2020-02-03T00:00:00")) == 4
+    text = ctl(site, "audit", "--folder", folder)
+    assert "CreateTenant" in text.stdout and "\x1b" not in text.stdout
+    assert "1 lines are no entries" in text.stderr
+    assert ctl(site, "audit", "--folder", folder, "--since", "soon").returncode == 2
+    assert ctl(site, "audit").returncode == 2
+    assert ctl(site, "audit", "--folder", folder + "/none").returncode == 1
+
+
 def test_kvkeepctl(site):
     made = ctl(site, "tenant", "create", "research", "--host", "1 GiB", "--device-share", "1MiB",
                "--sequences", "5", "--over-quota", "refuse", "--idle", "60")
