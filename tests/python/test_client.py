@@ -225,6 +225,50 @@ def test_refusals_name_the_field(client):
         client.invalidate(prefix=kvkeep.Prompt([1]))
 
 
+def test_a_published_prefix_is_read_where_it_lies(start):
+    daemon = start("""[tiers]
+device_bytes = 1 MiB
+host_bytes = 1 MiB
+huge_pages = no
+[tenant library]
+may_publish = yes
+[tenant reader]
+[credential library]
+token = library-library-library
+tenants = library
+[credential reader]
+token = reader-reader-reader
+tenants = reader
+""")
+    prompt = kvkeep.Prompt(TOKENS, use_public=True)
+    with kvkeep.connect(daemon.target, token="library-library-library") as library, \
+            kvkeep.connect(daemon.target, token="reader-reader-reader") as client:
+        own = open_space(library)
+        with library.session() as writer:
+            sequence, _, written = prefill(writer, own, TOKENS)
+            sequence.close()
+        space = open_space(client)
+        assert client.lookup(space, prompt).cached_tokens == 0
+        published = library.publish(own, TOKENS)
+        assert published.tokens == 8 and library.publish(own, TOKENS).created is False
+        assert client.lookup(space, TOKENS).cached_tokens == 0
+        with client.session() as session:
+            sequence = session.open_sequence(space, prompt)
+            assert sequence.cached_tokens == 8
+            memory = session.map_slots(space, public_id=published.space_id)
+            for block in sequence.blocks()[:2]:
+                assert (block.space_id, block.tier) == (published.space_id, Tier.HOST)
+                keys, values = memory.array(block.slot)
+                assert memory.generation(block.slot) == block.generation
+                assert np.array_equal(keys, written[block.block][0])
+                assert np.array_equal(values, written[block.block][1])
+                assert not keys.flags.writeable
+            assert sequence.blocks()[2].space_id == 0
+            assert library.unpublish(published.public_id).held_blocks == 2
+            assert client.lookup(space, prompt).cached_tokens == 0
+            sequence.close()
+
+
 def test_a_full_pool_is_typed(start):
     daemon = start("[tiers]\ndevice_bytes = 64 KiB\nhost_bytes = 0\nhuge_pages = no\n")
     quick = kvkeep.Retry(attempts=1)

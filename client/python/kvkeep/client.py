@@ -220,6 +220,15 @@ class Client:
             prefix=prefix.message() if prefix else None)
         return self.call("Invalidate", request, repeat=True)
 
+    def publish(self, space: Space, tokens: Tokens) -> pb.PublishPrefixResponse:
+        """Put the whole blocks of a cached prefix into the public scope; needs the right to."""
+        return self.call("PublishPrefix", pb.PublishPrefixRequest(
+            space_id=space.id, prompt=prompt_message(tokens)), repeat=True)
+
+    def unpublish(self, public_id: int) -> pb.UnpublishPrefixResponse:
+        """No look-up finds it any more; who holds it reads on."""
+        return self.call("UnpublishPrefix", pb.UnpublishPrefixRequest(public_id=public_id))
+
     def session(self, *, name: Text = "", tenant: Text | None = None, rank: int = 0,
                 instance_token: bytes = b"") -> "Session":
         """Open an instance, or join one by its token. A context manager: what it holds ends with

@@ -70,10 +70,11 @@ class SlotMemory:
     """
 
     def __init__(self, session: "Session", space: Space, group: int, tier: Tier, rank: int,
-                 read_only: bool) -> None:
+                 read_only: bool, public_id: int = 0) -> None:
         side = session.side()  # first: the daemon maps for sessions that have one
         response = session.client.call("MapMemory", pb.MapMemoryRequest(
-            session_id=session.id, kind=pb.MapMemoryRequest.KIND_SLOTS, space_id=space.id,
+            session_id=session.id, kind=pb.MapMemoryRequest.KIND_SLOTS,
+            space_id=public_id or space.id,
             group=group, rank=rank, tier=int(tier), read_only=read_only))
         descriptors = side.descriptors(response.map_token)
         with _Closing(descriptors):

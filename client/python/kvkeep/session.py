@@ -36,6 +36,7 @@ class Placement:
     tier: Tier
     slot: int | None
     generation: int
+    space_id: int = 0  # whose slot: 0: the space's own; else a public one's, read-only
 
 
 class _Tables:
@@ -48,12 +49,13 @@ class _Tables:
         for table in tables:
             slots = np.frombuffer(table.slots, dtype="<u4")
             generations = np.frombuffer(table.generations, dtype="<u4")
+            spaces = np.frombuffer(table.spaces, dtype="<u8")
             for i, slot in enumerate(slots.tolist()):
                 block = table.first_block + i
                 gone = slot == SLOT_NONE
                 self.groups[table.group][block] = Placement(
                     block, Tier.ANY if gone else Tier(table.tiers[i]), None if gone else slot,
-                    int(generations[i]))
+                    int(generations[i]), int(spaces[i]) if len(spaces) > 0 else 0)
 
     def cut(self, block_count: int) -> None:
         for group in self.groups:
@@ -174,9 +176,14 @@ class Session:
             return self._side
 
     def map_slots(self, space: Space, *, group: int = 0, tier: Tier = Tier.DEVICE,
-                  rank: int | None = None, read_only: bool = False) -> SlotMemory:
-        """Map the slots of a rank's shard (this session's where none is given)."""
-        return SlotMemory(self, space, group, tier, self.rank if rank is None else rank, read_only)
+                  rank: int | None = None, read_only: bool = False,
+                  public_id: int = 0) -> SlotMemory:
+        """Map the slots of a rank's shard (this session's where none is given). `public_id`: those
+        of a public space of this geometry (Placement.space_id) instead, read-only, on the host."""
+        if public_id != 0:
+            tier, read_only = Tier.HOST, True
+        return SlotMemory(self, space, group, tier, self.rank if rank is None else rank, read_only,
+                          public_id)
 
     def map_scratch(self, size_bytes: int) -> Scratch:
         """Map memory for operands of attend()."""

@@ -196,10 +196,14 @@ class Prompt:
     tokens: ArrayLike
     salt: Text = b""  # only prompts with the same salt share
     spans: Sequence[ContentSpan] = ()
+    # Published prefixes are hits too. Read such blocks where Placement.space_id says, by
+    # map_slots(public_id=…), or with read() and attend().
+    use_public: bool = False
 
     def message(self) -> pb.Prompt:
         return pb.Prompt(tokens=token_bytes(self.tokens), salt=as_bytes(self.salt),
-                         spans=[span.message() for span in self.spans])
+                         spans=[span.message() for span in self.spans],
+                         use_public=self.use_public)
 
 
 def prompt_message(tokens: Tokens) -> pb.Prompt:
