@@ -23,7 +23,8 @@ FUNCTION_LINES_MAX = 100
 
 FOLDERS = ["base", "index", "gpu", "hosttier", "daemon", "proto", "client", "bench", "tests",
            "cmake", "deploy", "docs"]
-CODE = {".c", ".h", ".inc"}
+# C++ is the GPU's kernels and what runs them in tests.
+CODE = {".c", ".h", ".inc", ".cu", ".cuh", ".cpp", ".hpp"}
 # What builds of the Python package and its tests leave behind.
 MADE = re.compile(r"/(__pycache__|[^/]*\.egg-info)/|^/client/python/build/")
 # Definitions that other projects publish, kept as they are.
@@ -190,8 +191,9 @@ def check_switches(path, code, report):
 def check_functions(path, code, report):
     """A function's body begins and ends in the first column, and nothing else does both."""
     begin = 0
+    before = ""
     for number, line in enumerate(code.split("\n"), 1):
-        if line.startswith("{"):
+        if line.startswith("{") and not before.startswith("namespace"):
             begin = number
         elif line.startswith("}") and begin:
             count = number - begin + 1
@@ -199,6 +201,7 @@ def check_functions(path, code, report):
                 report.add(path, begin, f"a function of {count} lines; at most "
                            f"{FUNCTION_LINES_MAX}, better 70")
             begin = 0
+        before = line
 
 
 def check_form(path, text, report):
