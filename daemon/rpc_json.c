@@ -1,6 +1,7 @@
 #include "daemon/rpc_json.h"
 
 #include <ctype.h>
+#include <errno.h>
 #include <jansson.h>
 #include <netinet/in.h>
 #include <stdlib.h>
@@ -189,8 +190,9 @@ static bool number_of(const json_t *value, uint64_t *number)
         return false;
     }
     char *end;
+    errno = 0;
     *number = strtoull(text, &end, 10);
-    return *end == '\0';
+    return *end == '\0' && errno == 0; /* else it is larger than any */
 }
 
 static enum kvk_status field_set(ProtobufCMessage *message, const char *name, const json_t *value,

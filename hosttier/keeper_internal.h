@@ -53,6 +53,10 @@ bool kvk_keeper_send(int socket, const struct kvk_keeper_message *message, int f
  */
 bool kvk_keeper_receive(int socket, struct kvk_keeper_message *message, int *fd);
 
+/* What the keeper process does, without what makes a process of its own of it: listen, serve until
+ * there is nothing to do, hold at most so many files. Its exit code. */
+int kvk_keeper_serve(const char *socket_path, uint64_t hold_ms, uint32_t file_max);
+
 /* ---- The kinds ---- */
 
 struct kvk_keeper_ops {

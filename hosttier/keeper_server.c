@@ -392,35 +392,28 @@ static uint32_t descriptor_room(void)
     return room < KVK_KEEPER_FILES_MAX ? (uint32_t)room : KVK_KEEPER_FILES_MAX;
 }
 
-int kvk_keeper_main(const char *socket_path, uint64_t hold_ms)
+int kvk_keeper_serve(const char *socket_path, uint64_t hold_ms, uint32_t file_max)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
+    struct stat info;
     size_t size = strlen(socket_path);
     if (size == 0 || size >= sizeof(address.sun_path)) {
         return EXIT_FAILURE;
     }
     memcpy(address.sun_path, socket_path, size);
-    descriptors_close();
-    (void)umask(077);
-    (void)prctl(PR_SET_NAME, "kvkeep-keeper");
-    (void)prctl(PR_SET_DUMPABLE, 0); /* nobody takes descriptors out of it by ptrace */
-    (void)signal(SIGTERM, SIG_IGN);  /* whoever ends the daemon's group does not mean this one */
-    (void)signal(SIGINT, SIG_IGN);
-    (void)signal(SIGHUP, SIG_IGN);
-    (void)signal(SIGPIPE, SIG_IGN);
-    struct stat info;
     struct server server = {
         .path = socket_path, .listener = listen_at(&address), .hold_ms = UINT64_MAX};
-    if (server.listener < 0 || lstat(socket_path, &info) != 0) {
+    if (server.listener < 0) {
+        return EXIT_FAILURE;
+    }
+    if (lstat(socket_path, &info) != 0) {
+        (void)close(server.listener);
         return EXIT_FAILURE;
     }
     server.inode = info.st_ino;
-    if (socket_path[0] == '/') {
-        (void)!chdir("/"); /* no file system is kept busy */
-    }
-    server.file_max = descriptor_room();
-    server.files = calloc(server.file_max, sizeof(*server.files));
-    server.hashes = calloc(server.file_max, sizeof(*server.hashes));
+    server.file_max = file_max;
+    server.files = calloc(file_max, sizeof(*server.files));
+    server.hashes = calloc(file_max, sizeof(*server.hashes));
     server.until_ns = after_ms(hold_ms < FIRST_MS ? hold_ms : FIRST_MS);
     for (uint32_t i = 0; i < CONNECTION_COUNT; i++) {
         server.connections[i].fd = -1;
@@ -431,8 +424,30 @@ int kvk_keeper_main(const char *socket_path, uint64_t hold_ms)
     if (is_reachable(&server)) {
         (void)unlink(socket_path); /* first: who comes now finds nobody and starts another */
     }
+    for (uint32_t i = 0; i < CONNECTION_COUNT; i++) {
+        if (server.connections[i].fd >= 0) {
+            (void)close(server.connections[i].fd);
+        }
+    }
+    (void)close(server.listener);
     files_forget(&server);
     free(server.files);
     free(server.hashes);
     return EXIT_SUCCESS;
+}
+
+int kvk_keeper_main(const char *socket_path, uint64_t hold_ms)
+{
+    descriptors_close();
+    (void)umask(077);
+    if (socket_path[0] == '/') {
+        (void)!chdir("/"); /* no file system is kept busy */
+    }
+    (void)prctl(PR_SET_NAME, "kvkeep-keeper");
+    (void)prctl(PR_SET_DUMPABLE, 0); /* nobody takes descriptors out of it by ptrace */
+    (void)signal(SIGTERM, SIG_IGN);  /* whoever ends the daemon's group does not mean this one */
+    (void)signal(SIGINT, SIG_IGN);
+    (void)signal(SIGHUP, SIG_IGN);
+    (void)signal(SIGPIPE, SIG_IGN);
+    return kvk_keeper_serve(socket_path, hold_ms, descriptor_room());
 }

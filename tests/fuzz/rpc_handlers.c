@@ -6,6 +6,7 @@
  *
  * An input is a list of steps: one byte says what, two how many bytes of message follow.
  */
+#include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -101,6 +102,7 @@ static void house_begin(void)
     struct kvk_error error;
     memset(&house, 0, sizeof(house));
     secrets = 0;
+    (void)signal(SIGTERM, SIG_IGN); /* by which Drain ends its daemon: here it is the fuzzer */
     kvk_log_set_level(KVK_LOG_ERROR);
     configure();
     kvk_clock_manual_init(&house.clock, 1000 * KVK_NS_PER_SECOND);

@@ -185,11 +185,66 @@ def catalogue_seeds():
     }
 
 
+# Steps of the target, behind its first byte (even: the server): 0 connect, 1 a message of a kind,
+# 2 one with a byte changed, 3 raw bytes, 4 close, 5 read, 6 end, 7 put a file.
+KEEPER_SEEDS = {
+    "life": bytes([0, 1, 1, 0, 7, 1, 7, 2, 1, 4, 0, 1, 4, 1, 5, 1, 3, 1, 5, 4]),
+    "two": bytes([0, 1, 1, 0, 8, 9, 1, 0, 7, 1, 13, 12, 4]),
+    "strange": bytes([0, 1, 1, 0, 2, 0xC2, 3, 9, 200, 1, 4, 0]),
+    "answers": bytes([1, 0x11, 0, 1, 68]) + bytes(4) + b"kvk-7" + bytes(60) + bytes([0, 3, 0, 0]),
+    "no-answer": bytes([1, 0x20, 0, 1, 5]) + b"short",
+}
+
+# Changes: where, which, at what offset, how many bytes, the bytes. See sidecar.c.
+SIDECAR_SEEDS = {
+    "header": bytes([0, 0, 60, 4, 1, 0, 0, 0, 5, 0, 0, 0]),
+    "processes": bytes([1, 0, 0, 16]) + struct.pack("<QII", 1, 3, 1),
+    "words": bytes([2, 1, 0, 8, 2, 3, 0, 0, 0, 0, 0, 0, 3, 2, 0, 8, 1, 0, 0, 0, 0, 0, 0, 0]),
+    "moved": bytes([7, 1, 2, 0, 7, 2, 3, 1]),
+    "entry": bytes([4, 2, 48, 8, 1, 0, 0, 0, 2, 0, 2, 0, 6, 2, 0, 0]),
+}
+
+HTTP_SEEDS = {
+    "get": b"\0GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "page": b"\0GET / HTTP/1.0\r\n\r\n",
+    "token": b"\0GET /health/ready HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer x\r\n\r\n",
+    "post": b"\0POST /api/ListSpaces HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 2\r\n\r\n{}",
+    "chunked": b"\0POST /api/Doctor HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked"
+               b"\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "spaces": b"\x07" + b'{"tenant": "default"}',
+    "sequences": b"\x09" + b'{"tenant": "", "limit": 3, "after_id": "18446744073709551616"}',
+    "why": b"\x0f" + b'{"tenant": "default", "limit": -1}',
+    "ratio": b"\x17" + b'{"tenant": "default"}',
+    "nested": b"\x05" + b'{"tenant": {"a": [1, 2.5e3, null, true]}}',
+}
+
+PLAN_SEEDS = {
+    "llama": b'{"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, '
+             b'"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}',
+    "gemma": b'{"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", '
+             b'"num_hidden_layers": 34, "head_dim": 256, "num_key_value_heads": 4, '
+             b'"sliding_window": 1024, "sliding_window_pattern": 6}}',
+    "listed": b'{"num_hidden_layers": 3, "num_kv_heads": 1, "head_dim": 8, "sliding_window": 9, '
+              b'"layer_types": ["full_attention", "sliding_attention", "mamba"], '
+              b'"num_kv_shared_layers": 1}',
+    "latent": b'{"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, '
+              b'"num_nextn_predict_layers": 1, "index_topk": 2048}',
+    "t5": b'{"model_type": "t5", "is_encoder_decoder": true, "num_layers": 6, "d_kv": 64, '
+          b'"num_heads": 8, "num_decoder_layers": 5}',
+    "hybrid": b'{"num_hidden_layers": 32, "attn_layer_period": 8, "attn_layer_offset": -4, '
+              b'"num_key_value_heads": 8, "hidden_size": 4096, "num_attention_heads": 32}',
+    "falcon": b'{"model_type": "falcon", "multi_query": true, "n_layer": 2, "n_embd": 7, '
+              b'"n_head": 3, "v_head_dim": 4, "head_dim": 5}',
+}
+
+
 def main():
     folder = pathlib.Path(sys.argv[1])
     for target, seeds in (("rpc_handlers", handler_seeds()), ("config", CONFIG_SEEDS),
                           ("side_socket", SIDE_SEEDS),
-                          ("catalogue_records", catalogue_seeds())):
+                          ("catalogue_records", catalogue_seeds()), ("keeper", KEEPER_SEEDS),
+                          ("sidecar", SIDECAR_SEEDS), ("http", HTTP_SEEDS),
+                          ("plan_config", PLAN_SEEDS)):
         place = folder / target
         place.mkdir(parents=True, exist_ok=True)
         for name, content in seeds.items():
