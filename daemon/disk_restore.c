@@ -415,11 +415,6 @@ static enum kvk_status restore_drops(struct restoring *job)
     return status == KVK_DEADLINE || status == KVK_CANCELLED ? status : KVK_OK;
 }
 
-static bool is_quicker(const struct kvk_disk_estimate *estimate)
-{
-    return estimate->recompute_ns == 0 || estimate->restore_ns < estimate->recompute_ns;
-}
-
 enum kvk_status kvk_disk_prefix_find_drops(struct kvk_cache *cache, struct kvk_space *space,
                                            const uint32_t *roots, const struct kvk_prompt *prompt,
                                            uint64_t token_limit, const struct kvk_caller *caller,
@@ -444,7 +439,7 @@ enum kvk_status kvk_disk_prefix_find_drops(struct kvk_cache *cache, struct kvk_s
         if (now.disk_tokens == 0 || !kvk_disk_is_usable(cache)) {
             break;
         }
-        if (!is_quicker(&now)) {
+        if (kvk_disk_is_left(&now)) {
             cache->stats.disk_recomputes++;
             estimate->recompute_tokens = now.disk_tokens;
             break;

@@ -115,6 +115,12 @@ void kvk_disk_prefix_find_memory(struct kvk_cache *cache, struct kvk_space *spac
                                  const uint32_t *roots, const struct kvk_prompt *prompt,
                                  uint64_t token_limit, struct kvk_prefix *prefix);
 
+/* Is what is on disk alone left there, since computing it is estimated to be quicker? */
+static inline bool kvk_disk_is_left(const struct kvk_disk_estimate *estimate)
+{
+    return estimate->recompute_ns != 0 && estimate->restore_ns >= estimate->recompute_ns;
+}
+
 /* What it would cost to bring back what the prefix has on disk alone; for look-ups. */
 void kvk_disk_estimate(const struct kvk_cache *cache, const struct kvk_space *space,
                        const struct kvk_prefix *prefix, struct kvk_disk_estimate *estimate);
@@ -132,7 +138,7 @@ void kvk_disk_test_hook(struct kvk_cache *cache, void (*hook)(void *context), vo
 
 struct kvk_disk_report {
     bool present;
-    const char *state;   /* "good", "failing", "off", "full", "read-only" */
+    const char *state;   /* "good", "slow", "failing", "off", "full", "read-only" */
     const char *path;    /* how bytes are moved: "uring+direct"… */
     char reason[160];    /* of the last failure, "" if never */
     uint64_t queued;     /* blocks that wait to be written */

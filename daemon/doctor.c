@@ -439,9 +439,28 @@ static void check_metadata(const struct kvk_facts *facts, struct kvk_doctor_repo
     action(finding, "Larger block_tokens make fewer blocks; [limits] blocks bounds them.");
 }
 
+static void check_disk_speed(const struct kvk_facts *facts, struct kvk_doctor_report *report)
+{
+    const struct kvk_disk_health *disk = &facts->disk;
+    if (!facts->has_disk || !disk->slow || disk->state == KVK_DISK_OFF) {
+        return;
+    }
+    struct kvk_finding *finding =
+        find(report, "disk_slow", KVK_SEVERITY_WARNING, "The disk tier's disk is slow");
+    evidence(
+        finding,
+        "%llu batches took longer than %llu ms; reading %llu, writing %llu bytes a second. "
+        "The last: %.160s",
+        (unsigned long long)disk->stalls, (unsigned long long)(KVK_DISK_STALL_NS / KVK_NS_PER_MS),
+        (unsigned long long)disk->read_rate, (unsigned long long)disk->write_rate, disk->reason);
+    action(finding, "Look at the disk under [durable] folder (iostat, smartctl). Nothing in memory "
+                    "waits for it; prefixes are read back only where that is still quicker.");
+}
+
 static void check_disk(const struct kvk_facts *facts, struct kvk_doctor_report *report)
 {
     const struct kvk_disk_health *disk = &facts->disk;
+    check_disk_speed(facts, report);
     if (!facts->has_disk || (disk->state == KVK_DISK_GOOD && !disk->read_only && !disk->full)) {
         return;
     }

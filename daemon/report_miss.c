@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "base/assert.h"
+#include "daemon/disk_tier.h"
 #include "daemon/report_internal.h"
 
 #define LOOKED_MAX 1024      /* missing blocks whose keys are looked for in the journal */
@@ -305,20 +306,37 @@ static void judge_missing_drops(struct question *question, const struct kvk_pref
     }
 }
 
-/* Everything has bytes somewhere, and yet it is not all a hit: what lies below memory does not pay.
+/* The first block of the prefix that a query sees and that lies on disk alone; else their number.
  */
+static uint64_t first_on_disk(const struct question *question, const struct kvk_prefix *prefix)
+{
+    uint64_t first = prefix->blocks;
+    for (uint32_t g = 0; g < question->space->group_count; g++) {
+        for (uint64_t i = 0; i < first; i++) {
+            if (question->cache->path_tiers[g][i] == 1U << KVK_TIER_DISK &&
+                kvk_group_sees(question->space->groups[g], prefix->blocks, i)) {
+                first = i;
+            }
+        }
+    }
+    return first;
+}
+
+/* Everything has bytes somewhere, and a look-up says so. An opening leaves what is on disk alone
+ * where it is, if reading is not estimated to be quicker than computing. */
 static void judge_present(const struct question *question, const struct kvk_prefix *prefix)
 {
     struct kvk_miss_report *report = question->report;
-    const struct kvk_space *space = question->space;
-    if (prefix->blocks >= question->wanted) {
-        report->missing_block = question->wanted;
-        return;
+    struct kvk_disk_estimate estimate;
+    report->missing_block = question->wanted;
+    kvk_disk_estimate(question->cache, question->space, prefix, &estimate);
+    if (estimate.disk_tokens > 0 && kvk_disk_is_left(&estimate)) {
+        report->miss = KVK_MISS_ON_DISK;
+        report->missing_block = first_on_disk(question, prefix);
+        report->cached_tokens = report->missing_block * question->space->block_tokens;
+        report->load_ns = estimate.restore_ns;
+        report->recompute_ns = estimate.recompute_ns;
     }
-    report->miss = KVK_MISS_ON_DISK;
-    report->missing_block = prefix->blocks;
-    report->recompute_ns = kvk_space_recompute_ns(space, prefix->blocks * space->block_tokens,
-                                                  question->wanted * space->block_tokens);
 }
 
 static void answer_drops(struct question *question, bool leave_last)
@@ -452,9 +470,9 @@ static void say_missing(struct words *words, const struct kvk_miss_report *repor
         break;
     case KVK_MISS_ON_DISK:
         say(words,
-            "it lies on disk alone, and reading it is not estimated to be quicker than computing "
-            "it (%.1f ms).",
-            (double)report->recompute_ns / 1e6);
+            "it lies on disk alone, and reading it (%.3f ms) is not estimated to be quicker than "
+            "computing it (%.3f ms).",
+            (double)report->load_ns / 1e6, (double)report->recompute_ns / 1e6);
         break;
     case KVK_MISS_NONE:
     case KVK_MISS_SHORT:

@@ -29,7 +29,7 @@ const char *kvk_miss_name(enum kvk_miss miss); /* "never_sealed", never NULL */
 struct kvk_miss_report {
     enum kvk_miss miss;
     uint64_t prompt_blocks; /* whole ones */
-    uint64_t cached_tokens; /* that a look-up finds now */
+    uint64_t cached_tokens; /* that a look-up finds now; KVK_MISS_ON_DISK: an opening */
     uint32_t block_tokens;
     uint32_t minimum_tokens;
     uint64_t missing_block; /* index in the chain of the first that is missing */

@@ -122,6 +122,11 @@ KVK_CHECKED enum kvk_status kvk_disk_sync(struct kvk_disk_file *file, struct kvk
 
 /* ---- How it feels ---- */
 
+/* A disk that needs so long for a batch of reads or writes (16 MiB at most, as the tier makes them)
+ * is slow. It is not turned off: its measured rate falls, and with that the blocks that it is worth
+ * asking for. */
+#define KVK_DISK_STALL_NS UINT64_C(2000000000)
+
 enum kvk_disk_state {
     KVK_DISK_GOOD = 0,
     KVK_DISK_FAILING, /* the last request of some kind failed, or it is read-only */
@@ -132,11 +137,13 @@ struct kvk_disk_health {
     enum kvk_disk_state state;
     bool read_only;   /* writes are refused by the system; reads go on */
     bool full;        /* the file system has no space; cleared by the next allocation that works */
+    bool slow;        /* the last batch of requests took longer than KVK_DISK_STALL_NS */
     char reason[160]; /* of the last failure, "" if never */
     /* errors: requests that failed; short_reads: those where the file ended first */
     uint64_t read_errors, write_errors, sync_errors, short_reads, full_errors;
     uint64_t read_bytes, written_bytes;
     uint64_t read_rate, write_rate; /* bytes/s, moving averages of batches; 0: not known yet */
+    uint64_t stalls;                /* batches that took longer than KVK_DISK_STALL_NS */
     uint64_t turned_off;            /* times */
     uint64_t probes;                /* while OFF or read-only */
     uint64_t unpunched;             /* times that room was not given back: no hole punching here */

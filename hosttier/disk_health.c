@@ -204,6 +204,13 @@ void kvk_disk_health_speed(struct kvk_disk *disk, bool write, uint64_t bytes, ui
     }
     speed->bytes += bytes;
     speed->ns += ns;
+    feeling->health.slow = ns > KVK_DISK_STALL_NS;
+    if (feeling->health.slow) {
+        feeling->health.stalls++;
+        (void)snprintf(feeling->health.reason, sizeof(feeling->health.reason),
+                       "%s %llu bytes took %llu ms", write ? "writing" : "reading",
+                       (unsigned long long)bytes, (unsigned long long)(ns / KVK_NS_PER_MS));
+    }
     kvk_unlock(&feeling->lock);
 }
 

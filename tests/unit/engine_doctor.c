@@ -483,6 +483,13 @@ Test(doctor, metadata_disk_catalogue_and_keeper)
     facts->disk.full = false;
     kvk_facts_judge(facts, &report);
     cr_expect_null(finding_in(&report, "disk_degraded"));
+    cr_expect_null(finding_in(&report, "disk_slow"));
+    facts->disk = (struct kvk_disk_health){
+        .slow = true, .stalls = 5, .read_rate = 4096, .reason = "reading 4096 bytes took 2500 ms"};
+    kvk_facts_judge(facts, &report);
+    expect_words(finding_in(&report, "disk_slow"), KVK_SEVERITY_WARNING,
+                 WORDS("5 batches", "2000 ms", "reading 4096 bytes took 2500 ms"));
+    facts->disk.slow = false;
 
     facts->catalogue = (struct kvk_catalogue_stats){
         .failing = true, .commit_failures = 7, .queued = 9, .damaged_records = 2};
