@@ -9,6 +9,10 @@
 #include "daemon/quota.h"
 #include "daemon/space.h"
 
+/* What has been used is written to the catalogue so often: a crash loses no more. A synced commit
+ * for each tenant whose figures moved. */
+#define KVK_USAGE_SAVE_S UINT64_C(10)
+
 struct kvk_usage_report {
     const struct kvk_tenant *tenant;
     struct kvk_tenant_quota quota;

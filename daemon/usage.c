@@ -11,8 +11,9 @@
 #include "base/assert.h"
 #include "base/log.h"
 #include "daemon/cache_internal.h"
+#include "daemon/report_usage.h"
 
-#define SAVE_NS (60 * KVK_NS_PER_SECOND)
+#define SAVE_NS (KVK_USAGE_SAVE_S * KVK_NS_PER_SECOND)
 #define SAVE_TENANTS 4   /* written by one round: each is a synced commit */
 #define SAVE_LOOKS 64    /* places looked at by one round */
 #define VALUE_VERSION 1U /* of struct stored */
