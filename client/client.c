@@ -345,8 +345,8 @@ void kvkeep_prompt_drop(struct kvkeep_prompt_message *message)
     free(message->span_pointers);
 }
 
-enum kvk_status kvkeep_lookup(struct kvkeep_client *client, const struct kvkeep_space *space,
-                              const struct kvkeep_prompt *prompt, bool leave_last,
+static enum kvk_status lookup(struct kvkeep_client *client, const struct kvkeep_space *space,
+                              const struct kvkeep_prompt *prompt, bool leave_last, bool read_ahead,
                               struct kvkeep_lookup *result, struct kvk_error *error)
 {
     struct kvkeep_prompt_message message;
@@ -358,6 +358,7 @@ enum kvk_status kvkeep_lookup(struct kvkeep_client *client, const struct kvkeep_
     request.space_id = space->id;
     request.prompt = &message.message;
     request.leave_last = leave_last;
+    request.read_ahead = read_ahead;
     Kvkeep__V1__LookupResponse *response = NULL;
     status = kvkeep_client_call(client, KVKEEP_METHOD("Lookup"), &request.base,
                                 &kvkeep__v1__lookup_response__descriptor, &response, error);
@@ -370,8 +371,25 @@ enum kvk_status kvkeep_lookup(struct kvkeep_client *client, const struct kvkeep_
     result->host_tokens = response->host_tokens;
     result->load_ns = response->load_ns;
     result->recompute_ns = response->recompute_ns;
+    result->disk_tokens = response->disk_tokens;
+    result->restore_ns = response->restore_ns;
+    result->restore_recompute_ns = response->restore_recompute_ns;
     kvkeep__v1__lookup_response__free_unpacked(response, NULL);
     return KVK_OK;
+}
+
+enum kvk_status kvkeep_lookup(struct kvkeep_client *client, const struct kvkeep_space *space,
+                              const struct kvkeep_prompt *prompt, bool leave_last,
+                              struct kvkeep_lookup *result, struct kvk_error *error)
+{
+    return lookup(client, space, prompt, leave_last, false, result, error);
+}
+
+enum kvk_status kvkeep_lookup_ahead(struct kvkeep_client *client, const struct kvkeep_space *space,
+                                    const struct kvkeep_prompt *prompt, bool leave_last,
+                                    struct kvkeep_lookup *result, struct kvk_error *error)
+{
+    return lookup(client, space, prompt, leave_last, true, result, error);
 }
 
 enum kvk_status kvkeep_touch(struct kvkeep_client *client, const struct kvkeep_space *space,

@@ -3,7 +3,8 @@
  *
  * Case G1: a hundred blocks on disk, `kill -9`, restart, and all of them again with every byte;
  * what the disk takes stays that of one copy. Case C3, as far as the disk goes: clients that are
- * killed while their prefix is brought back, and nothing of theirs stays.
+ * killed while their prefix is brought back, and nothing of theirs stays. Look-ups that read ahead.
+ * A daemon, and a worker, that are stopped for seconds under load: nobody's lease ends by that.
  *
  *     test_stress_daemon_disk [--rounds N] [--restores N]
  */
@@ -14,6 +15,8 @@
 #define PROMPTS 20
 #define PROMPT_BLOCKS 5
 #define BLOCKS (PROMPTS * PROMPT_BLOCKS)
+#define STOP_MS 4000 /* that a process is stopped */
+#define STOP_LEASE_MS 2000
 #define SLOT_BYTES ((BLOCK_BYTES + UINT64_C(4095)) / 4096 * 4096)
 
 struct shared {
@@ -23,6 +26,8 @@ struct shared {
     uint64_t disk_blocks; /* as the daemon counts them */
     uint64_t limit_bytes;
     _Atomic uint64_t steps; /* of a client that is about to be killed */
+    _Atomic bool leased;    /* a lease is held, and short */
+    _Atomic bool goes_on;   /* the daemon has been stopped, and goes on */
 };
 static struct shared *shared;
 static struct prompt prompt; /* each process's own */
@@ -84,6 +89,54 @@ static void restore_on(void *unused)
         atomic_fetch_add(&shared->steps, 1);
         worker_close_sequence(&sequence);
     }
+}
+
+/* What is on disk alone comes to memory because somebody looked it up, and nobody opened it. */
+static void look_ahead(void *unused)
+{
+    struct kvkeep_lookup found = {.cached_tokens = 0};
+    (void)unused;
+    client_open();
+    prompt_choose(0);
+    struct kvkeep_prompt view = prompt_view(&prompt);
+    CHECK_OK(kvkeep_lookup(self.client, &self.space, &view, false, &found, &self.error));
+    CHECK(found.disk_tokens == prompt.count && found.cached_tokens == prompt.count,
+          "%llu of %llu tokens are on disk alone", (unsigned long long)found.disk_tokens,
+          (unsigned long long)prompt.count);
+    CHECK(found.restore_ns > 0, "no estimate");
+    pause_us(200000);
+    CHECK_OK(kvkeep_lookup(self.client, &self.space, &view, false, &found, &self.error));
+    CHECK(found.disk_tokens == prompt.count, "a plain look-up brings nothing back");
+    CHECK_OK(kvkeep_lookup_ahead(self.client, &self.space, &view, false, &found, &self.error));
+    for (int i = 0; found.disk_tokens > 0; i++) {
+        CHECK(i < 1000, "%llu tokens stay on disk alone", (unsigned long long)found.disk_tokens);
+        pause_us(20000);
+        CHECK_OK(kvkeep_lookup(self.client, &self.space, &view, false, &found, &self.error));
+    }
+    CHECK(found.host_tokens == prompt.count, "they are in memory");
+}
+
+/* A lease that would end long before the daemon goes on, if its silence counted. */
+static void lease_over_a_stop(void *unused)
+{
+    struct kvkeep_sequence sequence;
+    struct kvkeep_lease lease;
+    (void)unused;
+    client_open();
+    prompt_choose(1);
+    worker_open_sequence(&prompt, NULL, &sequence);
+    worker_close_sequence(&sequence);
+    struct kvkeep_prompt view = prompt_view(&prompt);
+    CHECK_OK(
+        kvkeep_pin(self.session, &self.space, &view, STOP_LEASE_MS, false, &lease, &self.error));
+    CHECK(lease.cached_tokens == prompt.count, "pinned %llu tokens",
+          (unsigned long long)lease.cached_tokens);
+    atomic_store(&shared->leased, true);
+    while (!atomic_load(&shared->goes_on)) {
+        pause_us(1000);
+    }
+    CHECK_OK(kvkeep_renew(self.session, &lease, STOP_LEASE_MS, &self.error));
+    CHECK_OK(kvkeep_release(self.session, &lease, &self.error));
 }
 
 static void look_disk(void *unused)
@@ -222,6 +275,54 @@ static void clients_die(uint64_t restores)
     agent_finish(&observer);
 }
 
+static uint64_t load_goes_on(uint64_t before)
+{
+    for (int i = 0; atomic_load(&shared->steps) <= before + 20; i++) {
+        CHECK(i < 20000, "the others do not go on");
+        pause_us(1000);
+    }
+    return atomic_load(&shared->steps);
+}
+
+/* The daemon is stopped in the middle of restores, and then a worker is. */
+static void stopped_for_seconds(struct daemon *daemon)
+{
+    struct agent loads[2], leaser, observer;
+    phase("a daemon that is stopped for seconds expires nobody");
+    atomic_store(&shared->steps, 0);
+    agent_start(&leaser, "leaser", client_finish);
+    agent_start(&loads[0], "load", NULL);
+    agent_start(&loads[1], "load", NULL);
+    agent_begin(&leaser, lease_over_a_stop, shared);
+    agent_begin(&loads[0], restore_on, shared);
+    agent_begin(&loads[1], restore_on, shared);
+    uint64_t steps = load_goes_on(0);
+    while (!atomic_load(&shared->leased)) {
+        pause_us(1000);
+    }
+    CHECK(kill(daemon->pid, SIGSTOP) == 0, "SIGSTOP");
+    pause_us(STOP_MS * UINT64_C(1000));
+    CHECK(kill(daemon->pid, SIGCONT) == 0, "SIGCONT");
+    atomic_store(&shared->goes_on, true);
+    agent_end(&leaser);
+    agent_finish(&leaser);
+    steps = load_goes_on(steps);
+
+    phase("a worker that is stopped for seconds holds up nobody");
+    CHECK(kill(loads[0].pid, SIGSTOP) == 0, "SIGSTOP");
+    uint64_t until_ms = now_ms() + STOP_MS / 2;
+    while (now_ms() < until_ms) {
+        steps = load_goes_on(steps);
+    }
+    CHECK(kill(loads[0].pid, SIGCONT) == 0, "SIGCONT");
+    (void)load_goes_on(steps);
+    agent_kill(&loads[0]);
+    agent_kill(&loads[1]);
+    agent_start(&observer, "observer", NULL);
+    (void)expect_free(&observer, &shared->look, false, now_us());
+    agent_finish(&observer);
+}
+
 static int remove_one(const char *path, const struct stat *stat, int kind, struct FTW *walk)
 {
     (void)stat;
@@ -247,7 +348,9 @@ int main(int argc, char **argv)
     (void)snprintf(shared->target, sizeof(shared->target), "%s", daemon.target);
     (void)snprintf(shared->look.target, sizeof(shared->look.target), "%s", daemon.target);
     blocks_survive(&daemon, rounds);
+    do_once(look_ahead, client_finish);
     clients_die(restores);
+    stopped_for_seconds(&daemon);
     do_once(replay, client_finish);
     CHECK(shared->cached == (uint64_t)BLOCKS * BLOCK_TOKENS, "all of it is still there");
     daemon_stop(&daemon);
