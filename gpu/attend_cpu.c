@@ -472,12 +472,25 @@ static void head_part(void *context, uint32_t part, uint32_t thread)
     }
 }
 
+/* Compact formats have kernels of their own. */
+static const struct kvk_attend_kernel *kernel_for(const struct kvk_attend_kernel *kernel,
+                                                  const struct kvk_attend *attend)
+{
+    if (!kvk_format_is_compact(attend->format_k)) {
+        return kernel;
+    }
+    kernel = kernel->compact;
+    while (!kernel->available()) {
+        kernel = kernel->compact;
+    }
+    return kernel;
+}
+
 enum kvk_status kvk_attend_cpu_run(const struct kvk_attend_kernel *kernel,
                                    struct kvk_threads *threads, const struct kvk_attend *attend,
                                    struct kvk_error *error)
 {
-    bool compact = kvk_format_is_compact(attend->format_k);
-    struct plan plan = {.kernel = compact ? kernel->compact : kernel, .attend = attend};
+    struct plan plan = {.kernel = kernel_for(kernel, attend), .attend = attend};
 
     enum kvk_status status = plan_init(&plan, kvk_threads_count(threads), error);
     if (status == KVK_OK) {

@@ -82,7 +82,8 @@ struct kvk_attend_fetch {
 struct kvk_attend_kernel {
     const char *name;
     bool (*available)(void);                 /* on this processor */
-    const struct kvk_attend_kernel *compact; /* where K and V are compact; itself has none */
+    const struct kvk_attend_kernel *compact; /* where K and V are compact; of such a one:
+                                                what stands in where it is not available */
 
     /* Bytes of a packed query row, a multiple of 64, and packing one. */
     size_t (*packed_bytes)(const struct kvk_attend *attend);
@@ -157,6 +158,7 @@ extern const struct kvk_attend_kernel kvk_attend_avx512_bf16;
 extern const struct kvk_attend_kernel kvk_attend_compact_plain;
 extern const struct kvk_attend_kernel kvk_attend_compact_avx2;
 extern const struct kvk_attend_kernel kvk_attend_compact_avx512;
+extern const struct kvk_attend_kernel kvk_attend_compact_vnni;
 
 /* Those that this build has, best first, NULL at the end. */
 extern const struct kvk_attend_kernel *const kvk_attend_kernels[];

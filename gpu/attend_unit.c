@@ -390,16 +390,18 @@ static void fold_run(const struct run *run, const struct tile *tile, uint32_t he
 /* Half of a head's share is fetched while scores are made, half while values are weighed. */
 static struct kvk_attend_fetch tile_fetch(const struct run *run, const struct tile *tile)
 {
-    size_t token_bytes = run->k_bytes + (run->attend->latent ? 0 : run->v_bytes);
+    size_t line_count = 0;
     struct kvk_attend_fetch fetch = {
         .area = tile->areas,
         .area_end = tile->areas + tile->area_count,
         .run_count = run->unit->head_count,
         .runs_left = run->unit->head_count,
-        .line_count = (uint32_t)kvk_attend_steps(tile->count * token_bytes,
-                                                 (size_t)2 * KVK_ATTEND_LINE_BYTES),
     };
 
+    for (uint32_t i = 0; i < tile->area_count; i++) {
+        line_count += kvk_attend_steps(tile->areas[i].run_bytes, KVK_ATTEND_LINE_BYTES);
+    }
+    fetch.line_count = (uint32_t)kvk_attend_steps(line_count, 2);
     if (tile->area_count > 0) {
         fetch.run = tile->areas[0].begin;
         fetch.next = fetch.run;

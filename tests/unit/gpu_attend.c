@@ -182,6 +182,9 @@ static double tolerance(const struct kvk_attend *attend, const char *path)
     if (strcmp(path, "avx512_bf16") == 0 && bf16_used) {
         return 5e-3;
     }
+    if (strcmp(path, "avx512_bf16") == 0 && kvk_format_is_compact(format_v)) {
+        return 1e-2; /* weights in 8 bits, queries in 16 */
+    }
     return strcmp(path, "plain") == 0 ? 3e-5 : 2e-5; /* where a sum cancels */
 }
 
@@ -190,6 +193,7 @@ static void check_case(struct gpu_case *test, uint64_t seed, size_t path, uint32
     struct kvk_device *device = devices[path][threads];
     struct kvk_error error;
     double limit = tolerance(&test->attend, paths[path]);
+    double lse_limit = limit == 1e-2 ? 1e-3 : 2e-5;
 
     if (device == NULL) {
         return;
@@ -199,7 +203,7 @@ static void check_case(struct gpu_case *test, uint64_t seed, size_t path, uint32
     cr_assert_eq(status, KVK_OK, "%s", error.text);
     double output_error = gpu_case_output_error(test);
     double lse_error = gpu_case_lse_error(test);
-    cr_assert(output_error <= limit && lse_error <= 2e-5,
+    cr_assert(output_error <= limit && lse_error <= lse_limit,
               "seed %llu, %s, %u threads: output off by %g, lse by %g; heads %u/%u, sizes %u %u, "
               "formats %d %d %d, block %u, cap %g, scale %g",
               (unsigned long long)seed, paths[path], threads, output_error, lse_error,
