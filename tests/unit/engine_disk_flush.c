@@ -96,6 +96,24 @@ Test(disk_flush, a_disk_that_fails_does_not_hold_it_up)
     disk_stage_stop(&on);
 }
 
+/* More was sealed than the disk took: what has left memory meanwhile holds up nothing that has not,
+ * in one go, without a pause between. */
+Test(disk_flush, late_blocks_hold_up_none)
+{
+    struct disk_stage on;
+    uint32_t tokens[4];
+    disk_stage_init(&on);
+    disk_stage_start(&on, 0, 8, 64);
+    for (uint32_t i = 0; i < 1000; i++) {
+        house_tokens(tokens, 4, 10000 + 10 * i);
+        stage_cache(&on.stage, tokens, 4, 7);
+    }
+    disk_rounds(&on);
+    cr_expect_eq(disk_blocks(&on), 8);
+    cr_expect_geq(stage_stats(&on.stage).disk_late_blocks, 900);
+    disk_stage_stop(&on);
+}
+
 Test(disk_flush, without_a_disk_there_is_nothing_to_say)
 {
     struct stage stage;
