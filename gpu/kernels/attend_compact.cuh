@@ -166,7 +166,7 @@ __device__ __forceinline__ void kvk_compact_take_queries(const kvk_cuda_attend &
 }
 
 template <int kHeadSizeK, int kHeadSizeV, int kRowTiles, int kStages>
-__global__ void __launch_bounds__(KVK_MATRIX_THREADS) kvk_attend_compact(kvk_cuda_attend attend)
+__global__ void __launch_bounds__(KVK_MATRIX_THREADS, 1) kvk_attend_compact(kvk_cuda_attend attend)
 {
     using Shape = kvk_compact_shape<kHeadSizeK, kHeadSizeV, kRowTiles, kStages>;
     constexpr int kTile = KVK_COMPACT_TILE_TOKENS;

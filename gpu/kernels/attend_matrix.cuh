@@ -345,7 +345,7 @@ __device__ __forceinline__ void kvk_matrix_finish(const kvk_cuda_attend &attend,
 
 template <typename Format, int kHeadSizeK, int kHeadSizeV, bool kLatent, int kRowTiles,
           int kTileTokens, int kStages>
-__global__ void __launch_bounds__(KVK_MATRIX_THREADS) kvk_attend_matrix(kvk_cuda_attend attend)
+__global__ void __launch_bounds__(KVK_MATRIX_THREADS, 1) kvk_attend_matrix(kvk_cuda_attend attend)
 {
     using Shape =
         kvk_matrix_shape<Format, kHeadSizeK, kHeadSizeV, kLatent, kRowTiles, kTileTokens, kStages>;

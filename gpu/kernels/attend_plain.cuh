@@ -171,7 +171,7 @@ __device__ __forceinline__ void kvk_plain_end(const kvk_cuda_attend &attend,
     }
 }
 
-__global__ void __launch_bounds__(KVK_PLAIN_THREADS) kvk_attend_plain(kvk_cuda_attend attend)
+__global__ void __launch_bounds__(KVK_PLAIN_THREADS, 1) kvk_attend_plain(kvk_cuda_attend attend)
 {
     const kvk_plain_shared shared = kvk_plain_shared_of(attend);
     const kvk_cuda_unit unit = attend.units[blockIdx.x];

@@ -31,6 +31,11 @@ __device__ __forceinline__ float kvk_float_of(uint32_t bits)
     return __uint_as_float(bits);
 }
 
+__device__ __forceinline__ uint32_t kvk_bits_of(float value)
+{
+    return __float_as_uint(value);
+}
+
 __device__ __forceinline__ float kvk_widen(kvk_bf16 value)
 {
     return kvk_float_of((uint32_t)value.bits << 16);

@@ -131,6 +131,30 @@ struct kvk_cuda_piece {
 int kvk_cuda_copy_launch(const struct kvk_cuda_piece *pieces, uint32_t piece_count,
                          uint64_t size_bytes_max, void *stream);
 
+/* One part of a block (K or V of a layer of a shard, heads first), from a plain format to a compact
+ * one or back. */
+struct kvk_cuda_conversion {
+    const uint8_t *source; /* the part's first byte; aligned as kvk_format_align() says */
+    uint8_t *target;
+    struct kvk_cuda_part wide;   /* offset 0 */
+    struct kvk_cuda_part narrow; /* offset 0 */
+    uint32_t heads;
+    uint32_t tokens;
+    uint32_t head_size;
+    uint8_t format_wide;   /* enum kvk_format */
+    uint8_t format_narrow; /* likewise */
+    uint8_t is_value;
+    uint8_t is_widening; /* from narrow to wide */
+};
+
+/*
+ * Convert parts, with the rounding of gpu/convert.h to the bit, padding included. Where a value is
+ * not finite the part's `refused` becomes 1, and what is in its target is of no use.
+ * `conversions`: device memory, [count]. `refused`: device memory, [count], zeros before.
+ */
+int kvk_cuda_convert_launch(const struct kvk_cuda_conversion *conversions, uint32_t count,
+                            uint32_t heads_max, uint32_t *refused, void *stream);
+
 #ifdef __cplusplus
 }
 #endif

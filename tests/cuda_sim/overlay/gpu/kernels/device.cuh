@@ -48,6 +48,14 @@ static inline float kvk_float_of(uint32_t bits)
     return value;
 }
 
+static inline uint32_t kvk_bits_of(float value)
+{
+    uint32_t bits;
+
+    memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
+
 static inline float kvk_widen(kvk_bf16 value)
 {
     return kvk_float_of((uint32_t)value.bits << 16);
