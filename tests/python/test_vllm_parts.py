@@ -200,8 +200,8 @@ class Tiny:
     """An engine of two ranks that computes K and V from tokens alone: value = f(position, token,
     layer, rank). It has vLLM's order of calls, and nothing else of it."""
 
-    def __init__(self, target, blocks=64, **settings):
-        self.settings = Settings(target=target, block_tokens=BLOCK, lookup_wait_ms=10_000,
+    def __init__(self, target, blocks=64, block_tokens=BLOCK, **settings):
+        self.settings = Settings(target=target, block_tokens=block_tokens, lookup_wait_ms=10_000,
                                  start_wait_ms=10_000, **settings)
         self.memories = [[np.zeros((blocks, HEADS, 2 * ENGINE_BLOCK * SIZE), np.uint16)
                           for _ in range(LAYERS)] for _ in range(RANKS)]
@@ -210,7 +210,7 @@ class Tiny:
         self.scheduler = SchedulerSide(self.settings)
         self.workers = [WorkerSide(self.settings, rank, ENGINE_BLOCK, [self.layers[rank]], [])
                         for rank in range(RANKS)]
-        self.scheduler.start(Model(FACTS, (group(),), BLOCK, ENGINE_BLOCK, RANKS))
+        self.scheduler.start(Model(FACTS, (group(),), block_tokens, ENGINE_BLOCK, RANKS))
         self.free = list(range(blocks))
         self.tables = {}
         self.received = {}
@@ -370,6 +370,16 @@ def test_two_engines_share_byte_for_byte(start, tiny):
         assert sequences(client) == 0
 
 
+def test_engines_that_cut_blocks_otherwise_do_not_get_in_each_others_way(start, tiny):
+    daemon = start(TIERS.format(1024))
+    prompt = words(1, 24)
+    for block_tokens in (BLOCK, 3):
+        engine = tiny(daemon, block_tokens=block_tokens)
+        assert engine.run(Ask("a", prompt)) == 0
+        engine.settle()
+        assert engine.run(Ask("b", prompt)) == 23
+
+
 def test_salts_and_adapters_are_kept_apart(start, tiny, tmp_path):
     daemon = start(TIERS.format(1024))
     engine = tiny(daemon)
@@ -486,6 +496,20 @@ def test_a_rank_that_cannot_load_or_save_is_believed(start, tiny):
     engine.failed.clear()
     assert engine.run(Ask("d", words(2, 24))) == 0
     assert engine.run(Ask("e", prompt)) == 23
+
+
+def test_a_slot_that_is_another_blocks_now_is_not_believed(start, tiny):
+    engine = tiny(start(TIERS.format(1024)))
+    prompt = words(1, 24)
+    engine.run(Ask("a", prompt))
+    engine.settle()
+    ask = Ask("b", prompt)
+    assert engine.match(ask) == 23
+    tracked = engine.scheduler._tracked["b"]
+    tier, slot, generation = tracked.rows[3]
+    tracked.rows[3] = (tier, slot, generation + 1)
+    engine.admit(ask, 23)
+    assert engine.failed == set(engine.tables["b"][:4])
 
 
 def test_a_finished_request_is_let_go_where_there_is_no_room(start, tiny):
@@ -655,7 +679,7 @@ def test_an_abort_during_a_load_holds_nothing(start, tiny):
 
 def test_nothing_waits_for_a_daemon_that_does_not_answer(start, tiny):
     daemon = start(TIERS.format(1024))
-    engine = tiny(daemon, call_timeout_s=1.0)
+    engine = tiny(daemon, call_timeout_s=10.0)
     engine.run(Ask("a", words(1, 24)))
     engine.settle()
     os.kill(daemon.process.pid, signal.SIGSTOP)
@@ -667,13 +691,13 @@ def test_nothing_waits_for_a_daemon_that_does_not_answer(start, tiny):
         while engine.scheduler.match(ask.view(), 0) is None:
             calls += 1
             time.sleep(0.005)
-        assert 0.09 < time.monotonic() - begin < 1.0 and calls > 5
+        assert 0.09 < time.monotonic() - begin < 5 and calls > 5
         assert engine.scheduler.counted()["late"] == 1
         begin = time.monotonic()
         engine.admit(ask, 0)
         engine.step([(ask, 24)])
         engine.finish(ask)
-        assert time.monotonic() - begin < 0.5
+        assert time.monotonic() - begin < 5
     finally:
         os.kill(daemon.process.pid, signal.SIGCONT)
 

@@ -284,7 +284,8 @@ def _check_config(config: "VllmConfig") -> None:
                  "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ValueError(f"kvkeep.vllm: {name} must be 1")
-    if config.cache_config.cache_dtype != "auto" and config.cache_config.calculate_kv_scales:
+    # Versions before this one could find the scales while they run.
+    if getattr(config.cache_config, "calculate_kv_scales", False):
         raise ValueError("kvkeep.vllm: calculate_kv_scales finds the scales while it runs: blocks "
                          "of two engines could not be told apart")
 

@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence as SequenceOf
 from kvkeep.client import Client, Retry, Space
 from kvkeep.errors import Code, KvkeepError
 from kvkeep.session import Lease, Placement, Sequence, Session
-from kvkeep.shapes import ContentSpan, LayerGroup, PrefillCost, Prompt, Tier
-from kvkeep.vllm_identity import Adapter, Adapters, Facts
+from kvkeep.shapes import ContentSpan, Identity, LayerGroup, PrefillCost, Prompt, Tier
+from kvkeep.vllm_identity import Adapter, Adapters, Facts, canonical, digest
 from kvkeep.vllm_orders import Copy, Endpoint, Orders, Report, Settings
 
 __all__ = ["Counts", "Model", "Request", "SchedulerSide", "State"]
@@ -51,6 +51,14 @@ class Model:
     ranks: int
     prefill_cost: PrefillCost = PrefillCost()
     drafts: bool = False  # vLLM may count tokens as computed that it takes back
+
+    def identity(self, adapter: Adapter | None) -> Identity:
+        """With the geometry in it: engines that cut blocks or heads otherwise have spaces of their
+        own, where kvkeep would refuse one identity with two geometries."""
+        named = self.facts.identity(adapter)
+        geometry = canonical([self.block_tokens, self.ranks,
+                              [dataclasses.astuple(group) for group in self.groups]])
+        return dataclasses.replace(named, extra={**named.extra, "geometry": digest(geometry)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -557,7 +565,7 @@ class SchedulerSide:
             if adapter not in up.spaces:
                 model = self._model
                 space = up.client.open_space(
-                    model.facts.identity(adapter), model.groups, block_tokens=model.block_tokens,
+                    model.identity(adapter), model.groups, block_tokens=model.block_tokens,
                     tensor_shards=model.ranks, prefill_cost=model.prefill_cost,
                     tenant=self.settings.tenant)
                 up.spaces[adapter] = space
@@ -666,7 +674,7 @@ class SchedulerSide:
             try:
                 up = self._connect()
             except (KvkeepError, OSError) as error:
-                logger.info("kvkeep: not reached, vLLM goes on without: %s", error)
+                logger.warning("kvkeep: no connection, vLLM goes on without: %s", error)
                 self._tried.set()
             else:
                 self._tried.set()
