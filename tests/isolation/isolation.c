@@ -5,14 +5,18 @@
  * with what never was: both must be refused with the same status, cause, field and words (numbers
  * apart). Then time, which is reported and never a verdict: B's first look-up of prompts that A has
  * sealed against prompts that nobody has, in turn, as the area under the ROC curve: 0.5 is what
- * tossing a coin would get. The same of A's own look-ups shows what the measure can see.
+ * tossing a coin would get. The same of A's own look-ups shows what the measure can see: prompts
+ * are long enough for a hit to take longer than a miss, and a measure that does not see that is
+ * refused.
  *
- *     test_isolation_isolation [--tries N] [--json]
+ *     test_isolation_isolation [--tries N] [--tokens N]
  */
 #include "tests/daemon_look.h"
 
 #define MIB (UINT64_C(1) << 20)
 #define TRIES_MAX 20000
+#define LOOKS 5         /* of each prompt; the quickest counts */
+#define OWN_AUC_MIN 0.6 /* of a tenant's own hits against its own misses */
 
 static const char *const tokens[] = {"aaaaaaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbbbbbb"};
 static struct worker tenants[2]; /* A and B; `self` is who speaks now */
@@ -22,6 +26,7 @@ struct shared {
     char target[96];
     char side_path[108];
     uint64_t tries;
+    uint64_t tokens; /* of a prompt whose look-up is timed */
     uint32_t probes, differing;
     double lookup_auc, own_auc, refusal_auc;
 };
@@ -418,17 +423,22 @@ static double area(uint64_t *first, uint64_t *second, uint64_t count)
     return found < 0.5 ? 1 - found : found; /* either way would tell them apart */
 }
 
+/* The quickest of some, as who wants to know would ask. */
 static uint64_t time_lookup(uint32_t first_token, uint64_t expected)
 {
-    prompt_set(&prompt, first_token, 64);
+    prompt_set(&prompt, first_token, shared->tokens);
     struct kvkeep_prompt view = prompt_view(&prompt);
     struct kvkeep_lookup found;
-    uint64_t begun = now_ns();
-    CHECK_OK(kvkeep_lookup(self.client, &self.space, &view, false, &found, &self.error));
-    uint64_t took = now_ns() - begun;
-    CHECK(found.cached_tokens == expected, "%llu tokens found, not %llu",
-          (unsigned long long)found.cached_tokens, (unsigned long long)expected);
-    return took;
+    uint64_t least = UINT64_MAX;
+    for (int i = 0; i < LOOKS; i++) {
+        uint64_t begun = now_ns();
+        CHECK_OK(kvkeep_lookup(self.client, &self.space, &view, false, &found, &self.error));
+        uint64_t took = now_ns() - begun;
+        least = took < least ? took : least;
+        CHECK(found.cached_tokens == expected, "%llu tokens found, not %llu",
+              (unsigned long long)found.cached_tokens, (unsigned long long)expected);
+    }
+    return least;
 }
 
 static uint64_t time_refusal(uint64_t sequence_id)
@@ -444,9 +454,9 @@ static uint64_t time_refusal(uint64_t sequence_id)
 static void seal_prompt(uint32_t first_token)
 {
     struct kvkeep_sequence sequence;
-    prompt_set(&prompt, first_token, 64);
+    prompt_set(&prompt, first_token, shared->tokens);
     worker_open_sequence(&prompt, NULL, &sequence);
-    worker_seal(&sequence, 64);
+    worker_seal(&sequence, shared->tokens);
     worker_close_sequence(&sequence);
 }
 
@@ -463,13 +473,14 @@ static void time_all(void)
     worker_open_sequence(&prompt, NULL, &held);
     worker_seal(&held, 16);
     for (uint64_t i = 0; i < shared->tries; i++) {
-        uint32_t with = 1000000 + (uint32_t)i * 200;
-        uint32_t without = with + 100;
+        uint32_t with = 1000000 + (uint32_t)i * 4;
+        uint32_t without = with + 1;
+        uint32_t warm = with + 2;
         bool first = kvk_random_chance(&random, 0.5);
         speak_as(0);
         seal_prompt(with);
         speak_as(1);
-        (void)time_lookup(without + 50, 0); /* a connection that has just slept tells nothing */
+        (void)time_lookup(warm, 0); /* a connection that has just slept tells nothing */
         if (first) {
             sealed[i] = time_lookup(with, 0);
             never[i] = time_lookup(without, 0);
@@ -482,8 +493,8 @@ static void time_all(void)
             refused[i] = time_refusal(held.id);
         }
         speak_as(0);
-        (void)time_lookup(without + 50, 0);
-        own[i] = time_lookup(with, 64);
+        (void)time_lookup(warm, 0);
+        own[i] = time_lookup(with, shared->tokens);
         own_never[i] = time_lookup(without, 0);
     }
     shared->lookup_auc = area(sealed, never, shared->tries);
@@ -514,10 +525,14 @@ int main(int argc, char **argv)
     struct daemon daemon;
     struct agent agent = {.name = "tenants"};
     const struct daemon_setup setup = {
-        .device_bytes = 32 * MIB, .host_bytes = 32 * MIB, .rest = rest};
+        .device_bytes = 96 * MIB, .host_bytes = 32 * MIB, .rest = rest};
     test_begin(300);
     shared = shared_alloc(sizeof(*shared));
-    shared->tries = option_number(argc, argv, "--tries", 2000);
+    shared->tries = option_number(argc, argv, "--tries", 200);
+    shared->tokens = option_number(argc, argv, "--tokens", 16384);
+    CHECK(shared->tokens >= BLOCK_TOKENS && shared->tokens < TOKENS_MAX &&
+              shared->tokens % BLOCK_TOKENS == 0,
+          "--tokens is a multiple of %d under %d", BLOCK_TOKENS, TOKENS_MAX);
     CHECK(shared->tries > 0 && shared->tries <= TRIES_MAX, "--tries is 1 to %d", TRIES_MAX);
     daemon_start(&daemon, &setup);
     memcpy(shared->target, daemon.target, sizeof(shared->target));
@@ -528,10 +543,14 @@ int main(int argc, char **argv)
     agent_do(&agent, isolation, NULL);
     agent_finish(&agent);
     daemon_stop(&daemon);
-    (void)printf("{\"probes\": %u, \"differing\": %u, \"tries\": %llu, \"lookup_auc\": %.3f, "
+    (void)printf("{\"probes\": %u, \"differing\": %u, \"tries\": %llu, \"tokens\": %llu, "
+                 "\"lookup_auc\": %.3f, "
                  "\"refusal_auc\": %.3f, \"own_hit_auc\": %.3f, \"aim\": 0.55}\n",
                  shared->probes, shared->differing, (unsigned long long)shared->tries,
-                 shared->lookup_auc, shared->refusal_auc, shared->own_auc);
+                 (unsigned long long)shared->tokens, shared->lookup_auc, shared->refusal_auc,
+                 shared->own_auc);
+    CHECK(shared->own_auc > OWN_AUC_MIN || shared->tries < 200 || shared->tokens < 16384,
+          "the measure does not see its own hits: %.3f", shared->own_auc);
     CHECK(shared->differing == 0, "%u of %u refusals tell another's from nobody's",
           shared->differing, shared->probes);
     phase("passed");
