@@ -337,7 +337,7 @@ static void a_gpu_that_is_lost(const struct daemon *daemon, const char *fault_pa
     must(&worker, swaps_out, KVK_OK);
     must(&worker, swaps_in, KVK_OK);
     fault_write(fault_path, "cudaEventSynchronize 1 214 1");
-    must(&worker, swaps_out, KVK_UNAVAILABLE);
+    must(&worker, swaps_out, KVK_PRECONDITION);
     daemon_check_alive(daemon);
 
     phase("the host tier serves on");

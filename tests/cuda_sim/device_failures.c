@@ -139,14 +139,14 @@ Test(cuda_failures, a_lost_gpu_refuses_everything)
         }
         scene_make(&scene);
         kvk_sim_fail(copy_calls[i], 1, cudaErrorECCUncorrectable, true);
-        cr_assert_eq(scene_copy(&scene, &error), KVK_UNAVAILABLE, "%s", copy_calls[i]);
+        cr_assert_eq(scene_copy(&scene, &error), KVK_PRECONDITION, "%s", copy_calls[i]);
         cr_assert_not_null(strstr(error.text, "GPU 0 is lost"), "%s", error.text);
         cr_assert(device->ops->is_lost(device));
-        cr_assert_eq(scene_copy(&scene, &error), KVK_UNAVAILABLE);
+        cr_assert_eq(scene_copy(&scene, &error), KVK_PRECONDITION);
         cr_assert_eq(device->ops->back(device, &scene.region, 200 * 4096, 4096, &error),
-                     KVK_UNAVAILABLE);
+                     KVK_PRECONDITION);
         cr_assert_eq(device->ops->alloc(device, 4096, 0, "canary", &other, &error),
-                     KVK_UNAVAILABLE);
+                     KVK_PRECONDITION);
         /* What is the host's alone is still copied. */
         const struct kvk_copy copy = {.target = kvk_region_at(&scene.locked, 32 * 4096),
                                       .source = scene.plain,
@@ -165,7 +165,7 @@ Test(cuda_failures, what_lasts_is_found_out)
     struct kvk_error error;
     scene_make(&scene);
     kvk_sim_fail("cudaMemcpyAsync", 1, cudaErrorMapBufferObjectFailed, true);
-    cr_assert_eq(scene_copy(&scene, &error), KVK_UNAVAILABLE);
+    cr_assert_eq(scene_copy(&scene, &error), KVK_PRECONDITION);
     cr_assert(device->ops->is_lost(device));
     scene_end(&scene);
     end_lost();
@@ -213,7 +213,7 @@ Test(cuda_failures, attention_that_fails_says_so)
         cr_assert(lse[0] > 2.0F && lse[0] < 2.1F, "ln 8 over zeros, not %g", (double)lse[0]);
     }
     kvk_sim_fail("cudaLaunchKernel", 1, cudaErrorIllegalAddress, true);
-    cr_assert_eq(device->ops->attend(device, &attend, &error), KVK_UNAVAILABLE);
+    cr_assert_eq(device->ops->attend(device, &attend, &error), KVK_PRECONDITION);
     cr_assert(device->ops->is_lost(device));
     device->ops->free(device, &region);
     end_lost();

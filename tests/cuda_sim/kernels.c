@@ -320,6 +320,71 @@ Test(cuda_kernels, constant_values_over_many_tokens)
     gpu_case_free(&test);
 }
 
+/* Pages of a gigabyte in a sparse pool of several: no offset is counted in 32 bits. */
+Test(cuda_kernels, pages_far_apart)
+{
+    const uint64_t stride = UINT64_C(1) << 30;
+    const uint32_t count = 5;
+
+    for (int i = 0; i < 2; i++) {
+        struct kvk_random random;
+        struct gpu_case test;
+        kvk_random_init(&random, 1);
+        plain_case(&test, i == 0 ? KVK_FORMAT_BF16 : KVK_FORMAT_FP32, (uint64_t)count * 16);
+        test.attend.k_offset = stride - (1 << 20);
+        test.attend.v_offset = test.attend.k_offset + gpu_case_k_bytes(&test.attend);
+        uint8_t *pool = mmap(NULL, count * stride, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        cr_assert_neq(pool, MAP_FAILED);
+        test.items[0].page_count = 0; /* its buffers without pages */
+        test.items[0].token_count = 0;
+        gpu_case_fill_item(&test, 0, &random, 0);
+        free(test.pages[0]);
+        test.items[0].token_count = (uint64_t)count * 16;
+        test.items[0].page_count = count;
+        test.pages[0] = calloc(count, sizeof(uint8_t *));
+        cr_assert_not_null(test.pages[0]);
+        test.items[0].pages = (const void *const *)test.pages[0];
+        for (uint32_t page = 0; page < count; page++) {
+            test.pages[0][page] = pool + (count - 1 - page) * stride;
+            for (uint32_t slot = 0; slot < 16; slot++) {
+                gpu_case_fill_slot(&test.attend, &random, test.pages[0][page], slot);
+            }
+        }
+        gpu_case_expect(&test);
+        check_orders(&test, 1, 48);
+        test.items[0].page_count = 0; /* the pool's, not the case's */
+        gpu_case_free(&test);
+        cr_assert_eq(munmap(pool, count * stride), 0);
+    }
+}
+
+/* Parts whose largest logits are far apart, and an LSE of exactly 0: one token with a logit of 0.
+ */
+Test(cuda_kernels, merges_of_parts_far_apart)
+{
+    for (uint32_t i = 0; i < 3; i++) {
+        struct kvk_random random;
+        struct gpu_case test;
+        kvk_random_init(&random, i);
+        plain_case(&test, KVK_FORMAT_BF16, i == 2 ? 1 : 128);
+        gpu_case_fill_item(&test, 0, &random, 0);
+        for (uint32_t head = 0; head < test.attend.query_heads; head++) {
+            test.slopes[head] = i == 0 ? 200.0F : -200.0F; /* 1e4 from one part to the next */
+        }
+        test.attend.alibi_slopes = i == 2 ? NULL : test.slopes;
+        if (i == 2) {
+            test.attend.scale = 0;
+        }
+        gpu_case_expect(&test);
+        check_orders(&test, i, 64);
+        if (i == 2) {
+            cr_assert(test.items[0].lse[0] == 0);
+        }
+        gpu_case_free(&test);
+    }
+}
+
 /* A page table of absent pages alone, and one that a chunk is longer than. */
 Test(cuda_kernels, nothing_to_see)
 {

@@ -35,3 +35,5 @@ add_dependencies(test_cuda_sim_daemon_gpu kvkeepd_sim)
 add_test(NAME cuda_sim/daemon_gpu COMMAND test_cuda_sim_daemon_gpu)
 set_tests_properties(cuda_sim/daemon_gpu PROPERTIES TIMEOUT 300 RUN_SERIAL ON LABELS process
     ENVIRONMENT "KVKEEPD=$<TARGET_FILE:kvkeepd_sim>")
+
+include(${CMAKE_CURRENT_LIST_DIR}/../device/programs.cmake)
