@@ -55,6 +55,7 @@ static enum kvk_status find_space(struct publishing *job)
 static enum kvk_status check_limits(struct publishing *job)
 {
     struct kvk_cache *cache = job->cache;
+    KVK_ASSERT(job->space != NULL);
     uint64_t tokens = job->request->prompt.token_count;
     uint64_t blocks = tokens / job->space->block_tokens;
     if (blocks == 0 || tokens > cache->config->tokens) {
@@ -146,6 +147,7 @@ static enum kvk_status memory_make(struct publishing *job)
 {
     const struct kvk_prompt *prompt = &job->request->prompt;
     uint64_t tokens = (uint64_t)job->blocks * job->space->block_tokens;
+    KVK_ASSERT(job->blocks > 0);
     void *copied_tokens = NULL;
     void *copied_spans = NULL;
     struct kvk_publication *made = calloc(1, sizeof(*made));

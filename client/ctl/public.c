@@ -22,19 +22,20 @@ static const char publish_usage[] =
 
 struct tokens {
     uint8_t *bytes; /* [count] little-endian; ours */
-    size_t count, capacity;
+    size_t count;
+    size_t size_bytes; /* of `bytes` */
 };
 
 static bool token_add(struct tokens *tokens, uint32_t token)
 {
-    if (tokens->count == tokens->capacity) {
-        size_t capacity = tokens->capacity * 2 + 1024;
-        uint8_t *grown = realloc(tokens->bytes, capacity * sizeof(uint32_t));
+    if (tokens->count * sizeof(token) == tokens->size_bytes) {
+        size_t size_bytes = tokens->size_bytes * 2 + 4096;
+        uint8_t *grown = realloc(tokens->bytes, size_bytes);
         if (grown == NULL) {
             return false;
         }
         tokens->bytes = grown;
-        tokens->capacity = capacity;
+        tokens->size_bytes = size_bytes;
     }
     kvk_store_le32(tokens->bytes + tokens->count * sizeof(uint32_t), token);
     tokens->count++;
