@@ -108,7 +108,7 @@ def main():
     with tempfile.TemporaryDirectory(prefix="kvb-") as folder:
         model = make_config(pathlib.Path(folder) / "model", layers=asked.layers,
                             hidden=asked.hidden, heads=asked.hidden // 64,
-                            kv_heads=asked.hidden // 128, inner=asked.hidden * 11 // 4)
+                            kv_heads=asked.hidden // 128, inner=asked.hidden * 11 // 4, head_dim=64)
         daemon = Daemon(pathlib.Path(folder) / "d", CONFIG)
         prompts = [tokens(100 + i, asked.tokens) for i in range(asked.prompts)]
         engines = []

@@ -62,6 +62,15 @@ class Daemon:
             answer = client.admin.GetStats(pb.GetStatsRequest(), metadata=client.metadata)
         return {stat.name.decode(): stat.value for stat in answer.stats}
 
+    def geometry(self):
+        """(layers, KV heads, head size) of the first group of each space."""
+        from kvkeep.v1 import kvkeep_pb2 as pb
+
+        with kvkeep.connect(self.target) as client:
+            spaces = client.admin.ListSpaces(pb.ListSpacesRequest(), metadata=client.metadata).spaces
+        return {(space.groups[0].layers, space.groups[0].kv_heads, space.groups[0].head_size_k)
+                for space in spaces}
+
     def instances(self):
         """How many engines hold anything."""
         from kvkeep.v1 import kvkeep_pb2 as pb
@@ -145,12 +154,13 @@ def differ(one, other):
 
 def make_config(folder, *, layers=2, hidden=256, heads=4, kv_heads=2, inner=512, vocabulary=1000,
                 **changes):
+    """A head size that is not hidden / heads (case K1), unless `changes` say another."""
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
               "intermediate_size": inner, "num_hidden_layers": layers,
               "num_attention_heads": heads, "num_key_value_heads": kv_heads,
-              "head_dim": hidden // heads, "vocab_size": vocabulary,
+              "head_dim": 2 * hidden // heads, "vocab_size": vocabulary,
               "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
               "hidden_act": "silu", "torch_dtype": "bfloat16", "bos_token_id": 1,
               "eos_token_id": 2, "tie_word_embeddings": False, **changes}
@@ -168,6 +178,7 @@ def make_model(folder, seed=1, **shape):
     source = torch.Generator().manual_seed(seed)
     size, inner = config["hidden_size"], config["intermediate_size"]
     kv = config["num_key_value_heads"] * config["head_dim"]
+    wide = config["num_attention_heads"] * config["head_dim"]
 
     def matrix(rows, columns, scale=3.0):
         return (torch.randn(rows, columns, generator=source) * scale / columns ** 0.5).bfloat16()
@@ -179,8 +190,8 @@ def make_model(folder, seed=1, **shape):
     for i in range(config["num_hidden_layers"]):
         name = f"model.layers.{i}."
         for part, rows, columns in (
-                ("self_attn.q_proj", size, size), ("self_attn.k_proj", kv, size),
-                ("self_attn.v_proj", kv, size), ("self_attn.o_proj", size, size),
+                ("self_attn.q_proj", wide, size), ("self_attn.k_proj", kv, size),
+                ("self_attn.v_proj", kv, size), ("self_attn.o_proj", size, wide),
                 ("mlp.gate_proj", inner, size), ("mlp.up_proj", inner, size),
                 ("mlp.down_proj", size, inner)):
             weights[f"{name}{part}.weight"] = matrix(rows, columns, 1.5)

@@ -65,6 +65,11 @@ def test_outputs_are_equal_cold_and_warm(fleet, plain, prompts):
     assert warm["cached"] == [whole(len(p)) for p in prompts]
 
 
+def test_the_space_is_the_models_size(fleet, daemon):
+    """Case K1: KV heads are not query heads, and a head's size is what the model says."""
+    assert daemon.geometry() == {(2, 2, 128)}
+
+
 def test_a_second_engine_hits_what_the_first_computed(fleet, plain, prompts):
     _, two = fleet
     right = plain.generate(*prompts)

@@ -1,7 +1,7 @@
 """kvkeep.vllm in vLLM's other modes: little memory, ranks as processes, caches kept raw."""
 
 import pytest
-from conftest import Engine, differ, same, settings, tokens
+from conftest import Engine, differ, make_model, same, settings, tokens
 from test_engines import eventually, settled, whole
 
 
@@ -36,8 +36,10 @@ def test_preempted_requests_come_back(daemon, model, plain, engine):
     assert found["tokens"] == plain.generate(*prompts, max_tokens=100)["tokens"]
 
 
-def test_two_ranks_in_processes_of_their_own(daemon, model, engine):
-    """Tensor parallelism: the ranks join the scheduler's instance, and a hit is one for both."""
+def test_two_ranks_in_processes_of_their_own(daemon, room, engine):
+    """Tensor parallelism: the ranks join the scheduler's instance, and a hit is one for both. The
+    one KV head that they both have is kept once."""
+    model = make_model(room / "one-head", seed=3, kv_heads=1)
     prompts = [tokens(300 + i, count) for i, count in enumerate((100, 400, 129))]
     ranks = {"apart": True, "tensor_parallel_size": 2}
     two = engine(model, settings(daemon), **ranks)
@@ -47,6 +49,7 @@ def test_two_ranks_in_processes_of_their_own(daemon, model, engine):
     warm = two.generate(*prompts)
     same(warm, cold)
     assert warm["cached"] == [whole(len(p)) for p in prompts]
+    assert (2, 1, 128) in daemon.geometry()
 
 
 @pytest.mark.parametrize("kind", ["raw", "fp8"])
@@ -65,8 +68,6 @@ def test_a_cache_that_is_kept_raw(daemon, model, engine, kind):
 
 def test_other_weights_of_one_name_do_not_share(daemon, room, engine):
     """Case A5's like: the same model name, other weights."""
-    from conftest import make_model
-
     prompt = tokens(500, 300)
     outputs = []
     for seed in (11, 12):

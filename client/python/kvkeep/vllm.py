@@ -88,7 +88,11 @@ class KvkeepConnector(KVConnectorBase_V1):
                  kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self.own_ns = 0
-        self.settings = Settings.of(self._kv_transfer_config.kv_connector_extra_config)
+        transfer = self._kv_transfer_config
+        settings = Settings.of(transfer.kv_connector_extra_config)
+        self.settings = dataclasses.replace(
+            settings, save=settings.save and transfer.is_kv_producer,
+            load=settings.load and transfer.is_kv_consumer)
         _check_config(vllm_config)
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None
