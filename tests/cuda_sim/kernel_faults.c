@@ -42,28 +42,35 @@ static void case_make(struct gpu_case *test, enum kvk_format format)
     gpu_case_expect(test);
 }
 
+static void child_run(const struct kvk_sim_faults *faults, enum kvk_sim_order order,
+                      enum kvk_format format)
+{
+    struct gpu_case test;
+
+    KVK_ASSERT(freopen("/dev/null", "w", stderr) != NULL);
+    (void)signal(SIGABRT, SIG_DFL);
+    (void)signal(SIGSEGV, SIG_DFL);
+    case_make(&test, format);
+    kvk_sim_order_set(order, 3);
+    kvk_sim_faults_set(faults);
+    int error = attend_case_run(&test, 0);
+    _exit(error == 0 && attend_case_is_right(&test) ? VERDICT_RIGHT : VERDICT_WRONG);
+}
+
 /* In a process of its own, which the simulator may end. */
 static enum verdict run_with(const struct kvk_sim_faults *faults, enum kvk_sim_order order,
                              enum kvk_format format)
 {
+    int status = 0;
     pid_t child = fork();
 
-    cr_assert_geq(child, 0);
     if (child == 0) {
-        struct gpu_case test;
-        cr_assert_not_null(freopen("/dev/null", "w", stderr));
-        (void)signal(SIGABRT, SIG_DFL);
-        (void)signal(SIGSEGV, SIG_DFL);
-        case_make(&test, format);
-        kvk_sim_order_set(order, 3);
-        kvk_sim_faults_set(faults);
-        int error = attend_case_run(&test, 0);
-        _exit(error == 0 && attend_case_is_right(&test) ? VERDICT_RIGHT : VERDICT_WRONG);
+        child_run(faults, order, format);
     }
-    int status;
     cr_assert_eq(waitpid(child, &status, 0), child);
     if (WIFSIGNALED(status)) {
-        cr_assert(WTERMSIG(status) == SIGABRT || WTERMSIG(status) == SIGSEGV);
+        bool is_told = WTERMSIG(status) == SIGABRT || WTERMSIG(status) == SIGSEGV;
+        cr_assert(is_told);
         return VERDICT_TOLD;
     }
     return WEXITSTATUS(status) == VERDICT_RIGHT ? VERDICT_RIGHT : VERDICT_WRONG;

@@ -131,6 +131,7 @@ static void check_orders(struct gpu_case *test, uint64_t seed, uint32_t split_to
         for (uint32_t i = 0; i < test->attend.item_count; i++) {
             size_t size_bytes = (size_t)test->items[i].query_count * test->attend.query_heads *
                                 test->attend.head_size_v * sizeof(float);
+            KVK_ASSERT(size_bytes > 0);
             if (first[i] == NULL) {
                 first[i] = gpu_case_alloc(size_bytes);
                 memcpy(first[i], test->items[i].output, size_bytes);
