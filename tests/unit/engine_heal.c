@@ -42,21 +42,26 @@ static void flip(struct heal_stage *heal, uint32_t index)
     kvk_unlock(&cache->lock);
 }
 
-static void flip_on_disk(struct heal_stage *heal, uint32_t index)
+static uint32_t slot_on_disk(struct heal_stage *heal, uint32_t index)
 {
-    char path[160];
-    uint8_t byte = 0;
     struct kvk_cache *cache = heal->on.stage.house.cache;
     uint32_t id = stage_block(&heal->on.stage, heal->sequence, index);
     kvk_lock(&cache->lock);
     uint32_t slot = kvk_index_block(cache->index, id)->slot[KVK_TIER_DISK];
     kvk_unlock(&cache->lock);
     cr_assert_neq(slot, KVK_SLOT_NONE);
+    return slot;
+}
+
+static void flip_on_disk(struct heal_stage *heal, uint32_t index)
+{
+    char path[160];
+    uint8_t byte = 0;
     (void)snprintf(path, sizeof(path), "%s/blocks-%016llx-0", heal->on.faulty.folder,
                    (unsigned long long)heal->on.stage.space);
     int fd = open(path, O_RDWR | O_CLOEXEC);
     cr_assert_geq(fd, 0, "%s", path);
-    off_t offset = (off_t)slot * DISK_SLOT_BYTES + 77;
+    off_t offset = (off_t)slot_on_disk(heal, index) * DISK_SLOT_BYTES + 77;
     cr_assert_eq(pread(fd, &byte, 1, offset), 1);
     byte ^= 1;
     cr_assert_eq(pwrite(fd, &byte, 1, offset), 1);
