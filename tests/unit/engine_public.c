@@ -139,6 +139,8 @@ Test(engine_public, another_identity_or_geometry_sees_nothing)
     party_be(&party, READER);
     party.spaces[READER] = house_space(&party.house, "another model");
     cr_assert_eq(look(&party, READER, tokens, 8, true), 0);
+    party.spaces[READER] = house_space(&party.house, "mode1"); /* as long as the right one */
+    cr_assert_eq(look(&party, READER, tokens, 8, true), 0);
     party_be(&party, STRANGER);
     geometry.format_k = geometry.format_v = KVK_FORMAT_FP16;
     party.spaces[STRANGER] =
