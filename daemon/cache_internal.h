@@ -451,7 +451,7 @@ uint64_t kvk_tier_load_ns(const struct kvk_cache *cache, uint64_t bytes); /* est
 
 /* The tier's device has fallen away for good. */
 bool kvk_tier_is_lost(const struct kvk_cache *cache, enum kvk_tier tier);
-/* KVK_UNAVAILABLE where it has: nothing new may come to lie there. */
+/* KVK_PRECONDITION where it has: nothing new may come to lie there. Trying again does not help. */
 KVK_CHECKED enum kvk_status kvk_tier_check_there(const struct kvk_cache *cache, enum kvk_tier tier,
                                                  struct kvk_error *error);
 /* Where it has, forget what lay there, over at most `count` block ids. */

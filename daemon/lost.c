@@ -20,8 +20,9 @@ enum kvk_status kvk_tier_check_there(const struct kvk_cache *cache, enum kvk_tie
                                      struct kvk_error *error)
 {
     return kvk_tier_is_lost(cache, tier)
-               ? kvk_fail(error, KVK_UNAVAILABLE, KVK_CAUSE_NONE, "tier",
-                          "the device tier's GPU has fallen away; the host tier serves on")
+               ? kvk_fail(error, KVK_PRECONDITION, KVK_CAUSE_NONE, "tier",
+                          "the device tier's GPU has fallen away: close what lies there, the host "
+                          "tier serves on")
                : KVK_OK;
 }
 

@@ -7,7 +7,7 @@ set(KVKEEP_CUDA AUTO CACHE STRING "The CUDA device: AUTO, ON or OFF")
 set(KVKEEP_CUDA_ARCHITECTURES "80;90" CACHE STRING "Compute capabilities that kernels are built for")
 file(GLOB cuda_kernels CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/kernels/*.cu)
 
-set(KVK_CUDA_FOUND NO)
+set(KVK_CUDA_FOUND NO CACHE INTERNAL "")
 if(KVKEEP_CUDA STREQUAL "ON" OR
    (KVKEEP_CUDA STREQUAL "AUTO" AND NOT "${CMAKE_C_FLAGS}" MATCHES "-fsanitize"))
     find_program(KVK_NVCC nvcc HINTS /usr/local/cuda/bin)
@@ -24,7 +24,7 @@ if(KVKEEP_CUDA STREQUAL "ON" OR
     endif()
     if(KVK_NVCC AND KVK_CUDA_INCLUDE AND KVK_CUDART AND
        EXISTS ${CMAKE_CURRENT_SOURCE_DIR}/kernels/copy.cu)
-        set(KVK_CUDA_FOUND YES)
+        set(KVK_CUDA_FOUND YES CACHE INTERNAL "")
     elseif(KVKEEP_CUDA STREQUAL "ON")
         message(FATAL_ERROR "KVKEEP_CUDA is ON: there is no nvcc with its headers and cudart_static")
     endif()

@@ -142,8 +142,8 @@ struct kvk_device_ops {
                                 uint64_t piece_bytes, const char *name, struct kvk_region *region,
                                 struct kvk_error *error);
     /* Has it fallen away for good, with all that lay on it? From then on every operation refuses
-     * with KVK_UNAVAILABLE, and freeing works. Waits for nothing: may be asked with a lock held.
-     * NULL: it never does. */
+     * with KVK_PRECONDITION, since trying again does not help, and freeing works. Waits for
+     * nothing: may be asked with a lock held. NULL: it never does. */
     bool (*is_lost)(const struct kvk_device *device);
     /* As alloc, for bytes that other tenants' processes map: mapped whole by the daemon, and then
      * sealed, so that nobody can map it writably any more, whatever he does with the descriptor.

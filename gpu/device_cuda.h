@@ -12,7 +12,7 @@
  *
  * Failures: no memory on the GPU is KVK_EXHAUSTED and changes nothing. A GPU that is lost (fallen
  * off the bus, memory errors, a fault in a kernel: what CUDA calls sticky) loses the whole device:
- * is_lost() says so from then on, and every operation refuses with KVK_UNAVAILABLE.
+ * is_lost() says so from then on, and every operation refuses with KVK_PRECONDITION.
  *
  * Built without CUDA, kvk_device_cuda_open() says so: KVK_UNSUPPORTED.
  *

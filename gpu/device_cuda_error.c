@@ -61,7 +61,7 @@ static bool is_broken(const struct kvk_cuda_gpu *gpu)
 
 enum kvk_status kvk_cuda_fail_lost(struct kvk_error *error)
 {
-    return kvk_fail(error, KVK_UNAVAILABLE, KVK_CAUSE_NONE, "",
+    return kvk_fail(error, KVK_PRECONDITION, KVK_CAUSE_NONE, "",
                     "the GPU has fallen away, with what lay on it; restart the daemon to use it "
                     "again");
 }
@@ -77,7 +77,7 @@ enum kvk_status kvk_cuda_fail(struct kvk_device_cuda *cuda, const struct kvk_cud
             kvk_log(KVK_LOG_ERROR, "gpu_lost", "gpu=%d error=%d text=\"%s: %s\"", gpu->ordinal,
                     (int)result, what, text);
         }
-        return kvk_fail_limit(error, KVK_UNAVAILABLE, KVK_CAUSE_NONE, "", (uint64_t)result, 0,
+        return kvk_fail_limit(error, KVK_PRECONDITION, KVK_CAUSE_NONE, "", (uint64_t)result, 0,
                               "GPU %d is lost: %s: %s", gpu->ordinal, what, text);
     }
     (void)cudaGetLastError();

@@ -36,4 +36,9 @@ add_test(NAME cuda_sim/daemon_gpu COMMAND test_cuda_sim_daemon_gpu)
 set_tests_properties(cuda_sim/daemon_gpu PROPERTIES TIMEOUT 300 RUN_SERIAL ON LABELS process
     ENVIRONMENT "KVKEEPD=$<TARGET_FILE:kvkeepd_sim>")
 
+# The two-path check of the example worker, its K/V on a simulated GPU.
+add_test(NAME cuda_sim/two_paths COMMAND ${CMAKE_CURRENT_LIST_DIR}/two_paths.sh
+         $<TARGET_FILE:kvkeepd_sim> $<TARGET_FILE:tiny_llama> 4)
+set_tests_properties(cuda_sim/two_paths PROPERTIES TIMEOUT 300 LABELS process)
+
 include(${CMAKE_CURRENT_LIST_DIR}/../device/programs.cmake)

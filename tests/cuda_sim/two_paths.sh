@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# The two-path check of the example worker with the device tier on GPUs, simulated or not.
+#
+#     two_paths.sh KVKEEPD TINY_LLAMA PROMPTS
+set -uo pipefail
+
+folder=$(mktemp -d /tmp/kvkeep-test.XXXXXX)
+printf '%s\n' '[server]' "unix_path = $folder/kvkeep.sock" \
+    '[tiers]' 'device_bytes = 512 KiB' 'host_bytes = 16 MiB' \
+    '[device]' 'kind = cuda' 'required = yes' >"$folder/kvkeepd.conf"
+"$1" --config "$folder/kvkeepd.conf" &
+daemon=$!
+trap 'kill -KILL $daemon 2>/dev/null; rm -rf "$folder"' EXIT
+for _ in $(seq 200); do
+    [[ -S "$folder/kvkeep.sock" ]] && break
+    sleep 0.1
+done
+"$2" --connect "unix:$folder/kvkeep.sock" --prompts "$3"
+result=$?
+kill -TERM $daemon
+wait $daemon || result=1
+exit $result

@@ -1,0 +1,117 @@
+#!/usr/bin/env bash
+# Everything that wants a GPU, prepared for a machine that has one: builds for its architecture, holds
+# the CUDA device against the CPU's reference, runs kvkeepd on it, measures, and prints one table. In
+# under five minutes, most of it the build.
+#
+#     tests/device/run.sh [--simulated]     --simulated: no GPU; a simulated one, to try the script
+#
+# Exits with 1 where a check failed, with 77 where there is no GPU or no nvcc. What each part
+# printed is in build/device/logs/, the figures also in build/device/bench.json; with OUT set, both
+# are copied there. BUILD is another folder to build in.
+set -uo pipefail
+cd "$(dirname "$0")/../.." || exit
+
+simulated=no
+if [[ "${1:-}" == "--simulated" ]]; then
+    simulated=yes
+elif [[ $# -gt 0 ]]; then
+    echo "usage: tests/device/run.sh [--simulated]" >&2
+    exit 2
+fi
+
+build=${BUILD:-build/device}
+logs=$build/logs
+failed=0
+mkdir -p "$logs"
+SECONDS=0
+
+say() {
+    printf '%4d s  %s\n' "$SECONDS" "$*"
+}
+
+# part NAME SECONDS COMMAND…: run within that time, its words in a log that is shown where it fails.
+part() {
+    local name=$1 limit=$2
+    shift 2
+    if timeout -k 5 "$limit" "$@" >"$logs/$name.log" 2>&1; then
+        say "$name: well"
+        return 0
+    fi
+    failed=$((failed + 1))
+    tail -n 30 "$logs/$name.log"
+    say "$name: FAILED"
+    return 1
+}
+
+# The compute capability as nvcc wants it: "9.0" is 90.
+architecture=90
+if [[ $simulated == no ]]; then
+    if ! command -v nvidia-smi >/dev/null || ! nvidia-smi -L >"$logs/gpus.log" 2>&1; then
+        echo "no GPU here: nothing was run (--simulated tries the script without one)"
+        exit 77
+    fi
+    if ! command -v nvcc >/dev/null && [[ ! -x /usr/local/cuda/bin/nvcc ]]; then
+        echo "no nvcc here: nothing was run"
+        exit 77
+    fi
+    cat "$logs/gpus.log"
+    architecture=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d '. ')
+    nvidia-smi --query-gpu=name,driver_version,memory.total,pcie.link.gen.current,ecc.mode.current \
+        --format=csv >"$logs/gpu.csv" 2>&1
+fi
+
+cuda=ON
+suffix=
+targets=(test_device_check bench_device kvkeepd tiny_llama)
+if [[ $simulated == yes ]]; then
+    cuda=AUTO
+    suffix=_sim
+    targets=(test_device_check_sim bench_device_sim kvkeepd_sim tiny_llama test_cuda_sim_daemon_gpu)
+fi
+
+configure() {
+    cmake -G Ninja -S . -B "$build" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DKVKEEP_CUDA=$cuda \
+        -DKVKEEP_CUDA_ARCHITECTURES="$architecture"
+}
+part configure 60 configure || exit 1
+part build 280 cmake --build "$build" -j "$(nproc)" --target "${targets[@]}" || exit 1
+bin=$build/bin
+
+# The device against the CPU, under a sanitizer of CUDA's too where there is one.
+rounds=400
+[[ $simulated == yes ]] && rounds=4
+part check 60 "$bin/test_device_check$suffix" --rounds $rounds
+if [[ $simulated == no ]] && command -v compute-sanitizer >/dev/null; then
+    part sanitizer 60 compute-sanitizer --error-exitcode 1 --target-processes all \
+        "$bin/test_device_check" --rounds 10
+fi
+
+# kvkeepd with its device tier on the GPU.
+prompts=120
+[[ $simulated == yes ]] && prompts=4
+part two-paths 100 tests/cuda_sim/two_paths.sh "$bin/kvkeepd$suffix" "$bin/tiny_llama" $prompts
+if [[ $simulated == yes ]]; then
+    part daemon 120 env KVKEEPD="$bin/kvkeepd_sim" "$bin/test_cuda_sim_daemon_gpu"
+fi
+
+small=()
+[[ $simulated == yes ]] && small=(--small)
+if part bench 90 "$bin/bench_device$suffix" "${small[@]}" --json; then
+    cp "$logs/bench.log" "$build/bench.json"
+    python3 - "$build/bench.json" <<'PYTHON'
+import json
+import sys
+
+found = json.load(open(sys.argv[1]))
+print(f"\n{'':28}{'value':>10} {'unit':6}{'reference':>10}{'ratio':>8}")
+for row in found["results"]:
+    numbers = [row["value"], row["reference"], row["ratio"]]
+    value, reference, ratio = ["" if n is None else f"{n:.2f}" for n in numbers]
+    print(f"{row['name']:28}{value:>10} {row['unit']:6}{reference:>10}{ratio:>8}")
+PYTHON
+fi
+if [[ -n "${OUT:-}" ]]; then
+    cp -r "$logs" "$build/bench.json" "$OUT"/ 2>/dev/null
+fi
+say "$failed failed"
+[[ $failed -eq 0 ]]
