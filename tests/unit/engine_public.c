@@ -633,3 +633,29 @@ Test(engine_public, its_memory_takes_no_writable_mapping)
     }
     party_stop(&party);
 }
+
+/* Of a window only what a query from the prefix's end sees is published, and found. */
+Test(engine_public, a_window_is_public_where_it_is_seen)
+{
+    struct party party;
+    struct kvk_geometry groups[2] = {house_geometry(), house_geometry()};
+    uint32_t tokens[24];
+    house_tokens(tokens, 24, 100);
+    start(&party, 0, 128);
+    groups[1].window = 8;
+    for (uint32_t i = 0; i < 3; i++) {
+        party_be(&party, i);
+        party.spaces[i] = house_space_of(&party.house, &party.house.caller, "windowed", groups, 2);
+    }
+    cache_prompt(&party, PUBLISHER, tokens, 24);
+    struct kvk_publish_reply published = publish(&party, PUBLISHER, tokens, 24);
+    cr_assert_eq(published.blocks, 6 + 2);
+    cr_assert_eq(look(&party, READER, tokens, 24, true), 24);
+    cr_assert_eq(look(&party, READER, tokens, 20, true), 0, "its window is not there");
+    uint64_t id = open_with(&party, READER, tokens, 24, true, NULL).sequence_id;
+    kvk_cache_check(party.house.cache);
+    cr_assert_eq(block_bytes(&party, id, 5)[0], byte_of(PUBLISHER, 5));
+    close_one(&party, READER, id);
+    kvk_cache_check(party.house.cache);
+    party_stop(&party);
+}
