@@ -142,6 +142,12 @@ void kvk_tables_add(const struct kvk_cache *cache, struct kvk_tables *tables, ui
 
 /* ---- sequence_seal.c ---- */
 
+/* KVK_INVALID: block `number` of its sequence, that is about to be sealed and that the sequence
+ * holds where it is, has a scale that is negative or not finite. Drops the lock unless told not to. */
+KVK_CHECKED enum kvk_status kvk_block_scales_check_drops(struct kvk_cache *cache, uint32_t id,
+                                                         uint64_t number, bool keep_lock,
+                                                         struct kvk_error *error);
+
 /*
  * Take the checksums of the blocks that `settled` tokens make whole. Drops the lock where there
  * are many bytes; the sequence is busy. KVK_WOULD_BLOCK: many bytes, and the caller may not block.

@@ -53,6 +53,27 @@ static void checksum_inline(const struct kvk_cache *cache, uint32_t id)
     }
 }
 
+/* Before anything is noted: all blocks that are to be sealed. */
+static enum kvk_status scales_check_drops(struct kvk_cache *cache,
+                                          const struct kvk_sequence *sequence, uint64_t end,
+                                          bool keep_lock, struct kvk_error *error)
+{
+    for (uint32_t g = 0; g < sequence->space->group_count; g++) {
+        for (uint64_t i = sequence->whole_blocks; i < end; i++) {
+            uint32_t block = sequence->groups[g].blocks[i];
+            if (!is_unsealed(cache, block)) {
+                continue;
+            }
+            enum kvk_status status =
+                kvk_block_scales_check_drops(cache, block, i, keep_lock, error);
+            if (status != KVK_OK) {
+                return status;
+            }
+        }
+    }
+    return KVK_OK;
+}
+
 enum kvk_status kvk_sequence_checksum_drops(struct kvk_cache *cache, struct kvk_sequence *sequence,
                                             uint64_t settled, const struct kvk_caller *caller,
                                             struct kvk_error *error)
@@ -62,6 +83,10 @@ enum kvk_status kvk_sequence_checksum_drops(struct kvk_cache *cache, struct kvk_
     bool is_small = unsealed_bytes(cache, sequence, end) <= KVK_INLINE_BYTES_MAX;
     if (!is_small && !caller->may_block) {
         return KVK_WOULD_BLOCK;
+    }
+    enum kvk_status checked = scales_check_drops(cache, sequence, end, is_small, error);
+    if (checked != KVK_OK) {
+        return checked;
     }
     uint32_t batch[CHECKSUM_BATCH];
     uint32_t count = 0;

@@ -10,14 +10,31 @@ static enum kvk_status write_at(struct stage *stage, uint64_t id, uint64_t block
                               &stage->house.error);
 }
 
+/* Whose scale is the byte? What tokens share is the first one's. */
+static bool is_scale(const struct kvk_geometry *geometry, bool is_value, uint64_t begin,
+                     uint64_t offset, uint64_t *token)
+{
+    const struct kvk_part part = kvk_geometry_part(geometry, 0, is_value);
+    uint64_t first = begin + part.scales_offset;
+    if (part.scales_offset == 0 || offset < first ||
+        offset >= first + part.heads * part.scale_stride) {
+        return false;
+    }
+    *token = 0;
+    if (part.format == KVK_FORMAT_INT8_CHANNEL && is_value) {
+        *token = (offset - first) % part.scale_stride / 2;
+    }
+    return true;
+}
+
 /* Does byte `offset` of a shard belong to token `token` of its block? The plain way. */
 static uint64_t token_of(const struct kvk_geometry *geometry, uint64_t offset)
 {
     for (uint32_t layer = 0; layer < geometry->layers; layer++) {
         uint64_t k = kvk_geometry_k_offset(geometry, 0, layer);
         uint64_t v = kvk_geometry_v_offset(geometry, 0, layer);
-        uint64_t value_k = geometry->head_size_k * kvk_format_bytes(geometry->format_k);
-        uint64_t value_v = geometry->head_size_v * kvk_format_bytes(geometry->format_v);
+        uint64_t value_k = kvk_format_row_bytes(geometry->format_k, geometry->head_size_k);
+        uint64_t value_v = kvk_format_row_bytes(geometry->format_v, geometry->head_size_v);
         uint64_t per_token = geometry->layout == KVK_LAYOUT_TOKENS_FIRST ? geometry->kv_heads : 1;
         uint64_t heads = geometry->layout == KVK_LAYOUT_TOKENS_FIRST ? 1 : geometry->kv_heads;
         for (int part = 0; part < (geometry->latent ? 1 : 2); part++) {
@@ -31,10 +48,14 @@ static uint64_t token_of(const struct kvk_geometry *geometry, uint64_t offset)
                     }
                 }
             }
+            uint64_t scale_token = 0;
+            if (is_scale(geometry, part != 0, begin, offset, &scale_token)) {
+                return scale_token;
+            }
         }
     }
-    cr_assert_fail("a byte of no token");
-    return 0;
+    cr_assert(kvk_format_is_compact(geometry->format_k), "a byte of no token");
+    return UINT64_MAX; /* padding */
 }
 
 static void try_layout(struct kvk_geometry geometry, uint64_t seed)
@@ -93,6 +114,19 @@ Test(bytes, sealed_tokens_are_not_written_in_any_layout)
     geometry = house_geometry();
     geometry.block_tokens = 5;
     try_layout(geometry, 5);
+}
+
+Test(bytes, scales_are_sealed_with_their_tokens)
+{
+    for (int format = KVK_FORMAT_FP8_E4M3; format <= KVK_FORMAT_MAX; format++) {
+        struct kvk_geometry geometry = house_geometry();
+        geometry.format_k = geometry.format_v = (enum kvk_format)format;
+        geometry.head_size_k = geometry.head_size_v = 32;
+        try_layout(geometry, 6);
+        geometry.block_tokens = 5;
+        geometry.layout = KVK_LAYOUT_TOKENS_FIRST;
+        try_layout(geometry, 7);
+    }
 }
 
 Test(bytes, opaque_blocks_belong_to_their_end)
