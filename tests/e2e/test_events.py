@@ -130,8 +130,8 @@ class Index:
 
 
 class Subscriber(threading.Thread):
-    """A router's reader: sees gaps in the numbers and asks for what it missed. `drop` is the share of
-    live messages that it loses."""
+    """A router's reader: sees gaps in the numbers and asks for what it missed. `drop` is the share
+    of live messages that it loses."""
 
     def __init__(self, folder, topic, batch=Batch, drop=0.0, replays=True):
         super().__init__(daemon=True)

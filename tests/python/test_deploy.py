@@ -63,7 +63,9 @@ def check_config(path):
 
 
 def test_example_configurations_are_right(tmp_path):
-    for path in (DEPLOY / "kvkeepd.conf", DEPLOY / "docker" / "kvkeepd.conf"):
+    samples = sorted((DEPLOY / "samples").glob("*.conf"))
+    assert len(samples) == 3
+    for path in (DEPLOY / "kvkeepd.conf", DEPLOY / "docker" / "kvkeepd.conf", *samples):
         check_config(path)
     objects = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "kvkeep.yaml").read_text()))
     config = next(item for item in objects if item["kind"] == "ConfigMap")
