@@ -12,7 +12,8 @@ if [[ $(id -u) -ne 0 ]]; then
     exit 2
 fi
 deploy/packages.sh
-apt-get -qq install -y --no-install-recommends dpkg-dev file man-db bash-completion lintian >/dev/null
+apt-get -qq install -y --no-install-recommends \
+    dpkg-dev file man-db bash-completion lintian >/dev/null
 
 say() {
     printf '== %s\n' "$*"
@@ -121,5 +122,7 @@ wait "$daemon" || fail "the daemon did not end well"
 daemon=
 "${user[@]}" kvkeepd --config /etc/kvkeep/kvkeepd.conf --forget
 apt-get -qq purge -y kvkeep >/dev/null
-[[ ! -e /var/lib/kvkeep && ! -e /usr/bin/kvkeepd && ! -e /etc/kvkeep/kvkeepd.conf ]] || fail "something is left"
+for path in /var/lib/kvkeep /usr/bin/kvkeepd /etc/kvkeep/kvkeepd.conf; do
+    [[ ! -e $path ]] || fail "$path is left"
+done
 say "well"
