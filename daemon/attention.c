@@ -185,8 +185,7 @@ enum kvk_status kvk_attention_choose_group(struct kvk_attention_plan *plan,
     }
     plan->geometry = space->groups[request->group]->geometry;
     const struct kvk_geometry *geometry = &plan->geometry;
-    uint32_t shard_layer = 0;
-    uint32_t pipeline = pipeline_rank(geometry, request->layer, &shard_layer);
+    uint32_t pipeline = pipeline_rank(geometry, request->layer, &plan->shard_layer);
     plan->shard =
         kvk_geometry_rank_shard(geometry, pipeline * geometry->tensor_shards + request->rank);
     uint32_t kv_heads = kvk_geometry_shard_heads(geometry, plan->shard);
@@ -206,9 +205,9 @@ enum kvk_status kvk_attention_choose_group(struct kvk_attention_plan *plan,
         .format_k = geometry->format_k,
         .format_v = geometry->latent ? geometry->format_k : geometry->format_v,
         .latent = geometry->latent,
-        .k_offset = kvk_geometry_k_offset(geometry, plan->shard, shard_layer),
+        .k_offset = kvk_geometry_k_offset(geometry, plan->shard, plan->shard_layer),
         .v_offset =
-            geometry->latent ? 0 : kvk_geometry_v_offset(geometry, plan->shard, shard_layer),
+            geometry->latent ? 0 : kvk_geometry_v_offset(geometry, plan->shard, plan->shard_layer),
         .scale = request->scale,
         .soft_cap = request->soft_cap,
         .causal = request->causal && !cross,
@@ -261,6 +260,7 @@ struct work {
     struct kvk_attend_item *items; /* [item_count] of one device's call; ours */
     struct partial *partials;      /* [item_count]; NULL: not needed. Ours */
     float *memory;                 /* of all partials; ours */
+    struct kvk_attention_brought brought;
 };
 
 static uint64_t item_rows(const struct kvk_attention_plan *plan, uint32_t index)
@@ -324,13 +324,35 @@ static enum kvk_status work_init(const struct kvk_attention_plan *plan, struct w
     return KVK_OK;
 }
 
+/* K and V that a tier's queries see, in bytes: each once, however many queries see it. */
+static uint64_t seen_bytes(const struct kvk_attention_plan *plan, enum kvk_tier tier)
+{
+    const struct kvk_geometry *geometry = &plan->geometry;
+    uint64_t token_bytes = kvk_geometry_shard_bytes(geometry, plan->shard) /
+                           kvk_geometry_shard_layers(geometry, plan->shard) /
+                           geometry->block_tokens;
+    uint64_t tokens = 0;
+
+    for (uint32_t i = 0; i < plan->request->item_count; i++) {
+        tokens += plan->spans[i].tokens[tier];
+    }
+    return tokens * token_bytes;
+}
+
 /* One device attends what lies in its tier, of all items that have something there. */
 static enum kvk_status attend_tier(const struct kvk_attention_plan *plan, struct work *work,
                                    enum kvk_tier tier, struct kvk_error *error)
 {
     struct kvk_device *device = plan->cache->tiers[tier].device;
+    const void *const *pages = plan->addresses[tier];
     struct kvk_attend attend = plan->attend;
 
+    if (tier == KVK_TIER_HOST && work->brought.device != NULL) {
+        device = work->brought.device;
+        pages = work->brought.pages;
+        attend.k_offset = 0;
+        attend.v_offset = plan->attend.latent ? 0 : plan->attend.v_offset - plan->attend.k_offset;
+    }
     for (uint32_t i = 0; i < plan->request->item_count; i++) {
         const struct kvk_attention_item *item = &plan->request->items[i];
         const struct kvk_attention_span *span = &plan->spans[i];
@@ -345,7 +367,7 @@ static enum kvk_status attend_tier(const struct kvk_attention_plan *plan, struct
             .query_count = item->query_count,
             .position = item->position,
             .token_count = span->token_count,
-            .pages = plan->addresses[tier] + span->offset,
+            .pages = pages + span->offset,
             .page_count = span->page_count,
             .first_token = span->first_page * plan->geometry.block_tokens,
             .partial = is_mixed(span),
@@ -357,6 +379,67 @@ static enum kvk_status attend_tier(const struct kvk_attention_plan *plan, struct
     }
     attend.items = work->items;
     return device->ops->attend(device, &attend, error);
+}
+
+/* The same, and measured: by the device whose memory it is. */
+static enum kvk_status attend_measured(const struct kvk_attention_plan *plan, struct work *work,
+                                       enum kvk_tier tier, struct kvk_error *error)
+{
+    struct kvk_attention_state *state = &plan->cache->attention;
+    bool by_cpu = tier == KVK_TIER_HOST && work->brought.device == NULL;
+    _Atomic uint64_t *rate = by_cpu ? &state->host_rate : &state->device_rate;
+    uint32_t sharers = 1;
+
+    if (by_cpu) {
+        sharers += atomic_fetch_add_explicit(&state->host_calls, 1, memory_order_relaxed);
+    }
+    uint64_t began_ns = kvk_clock_now(kvk_clock_monotonic());
+    enum kvk_status status = attend_tier(plan, work, tier, error);
+    uint64_t took_ns = kvk_clock_now(kvk_clock_monotonic()) - began_ns;
+    if (by_cpu) {
+        atomic_fetch_sub_explicit(&state->host_calls, 1, memory_order_relaxed);
+    }
+    if (status == KVK_OK) {
+        uint64_t before = atomic_load_explicit(rate, memory_order_relaxed);
+        uint64_t after =
+            kvk_attention_rate_after(before, seen_bytes(plan, tier) * sharers, took_ns);
+        atomic_store_explicit(rate, after, memory_order_relaxed);
+    }
+    return status;
+}
+
+/* ---- Where the host's blocks are attended ---- */
+
+static struct kvk_attention_choice choose_place(const struct kvk_attention_plan *plan)
+{
+    struct kvk_cache *cache = plan->cache;
+    uint64_t host_bytes = seen_bytes(plan, KVK_TIER_HOST);
+    const struct kvk_attention_load load = {
+        .apart = cache->config->device_kind != KVK_DEVICE_CPU &&
+                 cache->tiers[KVK_TIER_DEVICE].device != NULL,
+        .host_bytes = host_bytes,
+        .copy_bytes = host_bytes > 0 ? kvk_attention_bring_bytes(plan) : 0,
+        .room_bytes = KVK_ATTENTION_BRING_BYTES_MAX,
+        .host_rate = atomic_load_explicit(&cache->attention.host_rate, memory_order_relaxed),
+        .host_calls = 1 + atomic_load_explicit(&cache->attention.host_calls, memory_order_relaxed),
+        .link_rate = kvk_mover_rate(cache->mover),
+        .device_rate = atomic_load_explicit(&cache->attention.device_rate, memory_order_relaxed),
+    };
+
+    return kvk_attention_choose_place(&load);
+}
+
+/* Where bringing in is refused (the device has no room), the CPU does it after all. */
+static void place_host_blocks(struct kvk_attention_plan *plan, struct work *work)
+{
+    struct kvk_attention_choice choice = choose_place(plan);
+    struct kvk_error ignored;
+
+    if (choice.place == KVK_ATTENTION_BROUGHT_IN &&
+        kvk_attention_bring(plan, &work->brought, &ignored) != KVK_OK) {
+        choice.place = KVK_ATTENTION_IN_PLACE;
+    }
+    plan->request->choice = choice;
 }
 
 static void item_finish(const struct kvk_attention_plan *plan, const struct work *work,
@@ -403,15 +486,19 @@ static enum kvk_status compute(struct kvk_attention_plan *plan, struct kvk_error
     struct work work;
 
     enum kvk_status status = work_init(plan, &work, error);
+    if (status == KVK_OK) {
+        place_host_blocks(plan, &work);
+    }
     for (int tier = 0; status == KVK_OK && tier < KVK_MEMORY_TIER_COUNT; tier++) {
         status = still_wanted(plan->caller, error);
         if (status == KVK_OK) {
-            status = attend_tier(plan, &work, (enum kvk_tier)tier, error);
+            status = attend_measured(plan, &work, (enum kvk_tier)tier, error);
         }
     }
     for (uint32_t i = 0; status == KVK_OK && i < plan->request->item_count; i++) {
         item_finish(plan, &work, i);
     }
+    kvk_attention_bring_finish(&work.brought);
     work_finish(&work);
     return status;
 }
@@ -448,7 +535,14 @@ static void plan_finish(struct kvk_attention_plan *plan)
 
 static void count_tokens(struct kvk_attention_plan *plan)
 {
+    enum kvk_attention_place place = plan->request->choice.place;
+
     kvk_lock(&plan->cache->lock);
+    if (place != KVK_ATTENTION_NO_CHOICE) {
+        plan->cache->stats.attended_in_place += place == KVK_ATTENTION_IN_PLACE ? 1 : 0;
+        plan->cache->stats.attended_brought_in += place == KVK_ATTENTION_BROUGHT_IN ? 1 : 0;
+        plan->cache->attention.last = plan->request->choice;
+    }
     for (uint32_t i = 0; i < plan->request->item_count; i++) {
         plan->cache->stats.attended_tokens +=
             plan->request->items[i].device_tokens + plan->request->items[i].host_tokens;

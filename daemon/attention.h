@@ -1,10 +1,12 @@
 /*
  * Attention over what sequences and leases hold, where it lies: device blocks on the device, host
- * blocks on the CPU, the parts merged by LSE.
+ * blocks on the CPU or, where that is quicker, brought to the device for the call
+ * (daemon/attention_place.h); the parts merged by LSE.
  */
 #ifndef KVK_DAEMON_ATTENTION_H
 #define KVK_DAEMON_ATTENTION_H
 
+#include "daemon/attention_place.h"
 #include "daemon/cache.h"
 
 struct kvk_attention_item {
@@ -40,6 +42,7 @@ struct kvk_attention_request {
     size_t sink_logit_count;
     struct kvk_attention_item *items; /* [item_count], all of one space */
     uint32_t item_count;
+    struct kvk_attention_choice choice; /* out: where the host's part was attended, and why */
 };
 
 /* Output sizes for a request, before memory for them is there: the head size of V for the group of

@@ -34,6 +34,7 @@ struct kvk_attention_plan {
     uint64_t space_id; /* of all items */
     struct kvk_geometry geometry;
     uint32_t shard;
+    uint32_t shard_layer;
     struct kvk_attend attend; /* all but the items */
 
     struct kvk_attention_span *spans;              /* [item_count], ours */
@@ -54,6 +55,22 @@ void kvk_attention_return_unlocked(struct kvk_attention_plan *plan);
 KVK_CHECKED enum kvk_status kvk_attention_choose_group(struct kvk_attention_plan *plan,
                                                        const struct kvk_space *space,
                                                        struct kvk_error *error);
+
+/* Blocks of the host tier in memory of the device, for one call. */
+struct kvk_attention_brought {
+    struct kvk_device *device; /* NULL: nothing was brought in */
+    struct kvk_region region;
+    const void **pages; /* [page_count]: where the layer of the page's block begins; NULL: it is not
+                           in the host tier. Ours */
+};
+
+/* Bytes that bringing in would copy; and doing it, without the lock. Where that fails nothing is
+ * left of it, and blocks are attended where they lie. */
+uint64_t kvk_attention_bring_bytes(const struct kvk_attention_plan *plan);
+KVK_CHECKED enum kvk_status kvk_attention_bring(const struct kvk_attention_plan *plan,
+                                                struct kvk_attention_brought *brought,
+                                                struct kvk_error *error);
+void kvk_attention_bring_finish(struct kvk_attention_brought *brought);
 
 /* The space of an item's sequence or lease; with the lock held. */
 KVK_CHECKED enum kvk_status kvk_attention_space(struct kvk_attention_plan *plan, uint32_t item,

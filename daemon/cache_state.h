@@ -425,6 +425,7 @@ struct kvk_cache_stats {
     uint64_t instances_ended, sessions_ended;
     uint64_t quarantined_blocks;
     uint64_t attended_tokens;
+    uint64_t attended_in_place, attended_brought_in; /* calls that had a choice */
     uint64_t slabs_moved;
     uint64_t shifted_blocks; /* to another slot of their tier, so that a slab could go */
     uint64_t invalidated_blocks;
@@ -444,12 +445,23 @@ struct kvk_cache_stats {
     uint64_t disk_refused_blocks;  /* and records that were not */
     uint64_t spaces_restored, space_records_refused; /* at the start */
     uint64_t space_record_failures;                  /* to write or remove one */
-    uint64_t lost_blocks;         /* copies on a device that fell away */
+    uint64_t lost_blocks;                            /* copies on a device that fell away */
     uint64_t unkept_blocks;       /* times that a block found no place in its sidecar */
     uint64_t torn_records;        /* of sidecars, at the start */
     uint64_t restored_blocks;     /* at the start, from kept memory and disk */
     uint64_t lookup_ns, saved_ns; /* what look-ups cost against what hits saved (estimate) */
 };
+
+/* What attention was measured at, and what was chosen last for blocks of the host tier. */
+struct kvk_attention_state {
+    _Atomic uint64_t host_rate; /* bytes per second; 0: not known. Without the lock, as the next */
+    _Atomic uint64_t device_rate;
+    _Atomic uint32_t host_calls; /* under way */
+    struct kvk_attention_choice last;
+};
+
+/* The most that one call brings to the device, beside the tier: room that no pool counts. */
+#define KVK_ATTENTION_BRING_BYTES_MAX (UINT64_C(256) << 20)
 
 struct kvk_cache {
     struct kvk_lock lock;
@@ -466,6 +478,7 @@ struct kvk_cache {
     struct kvk_index *index;
     struct kvk_evict *evict;
     struct kvk_mover *mover;
+    struct kvk_attention_state attention;
     struct kvk_tier_state tiers[KVK_TIER_COUNT];
     struct kvk_disk_tier *disk_tier;        /* disk_tier.h; NULL: none. Ours */
     struct kvk_scrub *scrub;                /* scrub.h; ours */

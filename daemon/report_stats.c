@@ -67,6 +67,8 @@ static const struct named counters[] = {
     COUNTER(sessions_ended, "sessions_ended"),
     COUNTER(quarantined_blocks, "quarantined_blocks"),
     COUNTER(attended_tokens, "attended_tokens"),
+    COUNTER(attended_in_place, "attended_in_place"),
+    COUNTER(attended_brought_in, "attended_brought_in"),
     COUNTER(slabs_moved, "slabs_moved"),
     COUNTER(shifted_blocks, "shifted_blocks"),
     COUNTER(invalidated_blocks, "invalidated_blocks"),

@@ -334,6 +334,29 @@ static void advise(const struct situation *situation, const struct kvk_scope *sc
     }
 }
 
+/* Where blocks of host memory were attended last, where there was a choice. */
+static void say_attention(struct advice *advice, const struct kvk_attention_choice *choice)
+{
+    const double ms = 1e6;
+
+    switch (choice->place) {
+    case KVK_ATTENTION_NO_CHOICE:
+        return;
+    case KVK_ATTENTION_IN_PLACE:
+        say(advice, " Blocks in host memory were last attended by the CPU");
+        break;
+    case KVK_ATTENTION_BROUGHT_IN:
+        say(advice, " Blocks in host memory were last brought to the device to be attended");
+        break;
+    }
+    if (choice->in_place_ns == 0 || choice->bring_in_ns == 0) {
+        say(advice, ", since it is not yet measured what is quicker.");
+        return;
+    }
+    say(advice, ": %.1f ms there were estimated against %.1f ms of bringing them in.",
+        (double)choice->in_place_ns / ms, (double)choice->bring_in_ns / ms);
+}
+
 /* ---- The journal ---- */
 
 /* Newest first. */
@@ -373,12 +396,16 @@ enum kvk_status kvk_report_why(struct kvk_cache *cache, const struct kvk_caller 
     kvk_lock(&cache->lock);
     *count = journal_copy(cache, &scope, sequence_id, refusals, limit);
     situation_gather_drops(cache, &scope, &situation);
+    const struct kvk_attention_choice attention = cache->attention.last;
     kvk_unlock(&cache->lock);
     memcpy(tiers, situation.tiers, sizeof(situation.tiers));
     if (advice_size > 0) {
         advice[0] = '\0';
     }
     advise(&situation, &scope, &words);
+    if (kvk_scope_is_all(&scope)) {
+        say_attention(&words, &attention);
+    }
     return KVK_OK;
 }
 

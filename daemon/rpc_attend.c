@@ -269,6 +269,10 @@ static enum kvk_status reply(struct rpc_attend *attend, struct kvk_error *error)
         pointers[i] = &results[i];
     }
     Kvkeep__V1__AttendResponse response = KVKEEP__V1__ATTEND_RESPONSE__INIT;
+    const struct kvk_attention_choice *choice = &attend->request.choice;
+    response.host_place = (Kvkeep__V1__AttendPlace)choice->place;
+    response.in_place_ns = choice->in_place_ns;
+    response.bring_in_ns = choice->bring_in_ns;
     response.n_results = count;
     response.results = pointers;
     return kvk_rpc_reply(attend->run, &response.base, error);
