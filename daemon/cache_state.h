@@ -445,7 +445,6 @@ struct kvk_cache_stats {
     uint64_t disk_refused_blocks;  /* and records that were not */
     uint64_t spaces_restored, space_records_refused; /* at the start */
     uint64_t space_record_failures;                  /* to write or remove one */
-    uint64_t lost_blocks;                            /* copies on a device that fell away */
     uint64_t unkept_blocks;       /* times that a block found no place in its sidecar */
     uint64_t torn_records;        /* of sidecars, at the start */
     uint64_t restored_blocks;     /* at the start, from kept memory and disk */

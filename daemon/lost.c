@@ -43,7 +43,6 @@ void kvk_lost_slice(struct kvk_cache *cache, uint32_t count)
         cache->lost_next = id + 1;
         const struct kvk_block *block = kvk_index_block(cache->index, id);
         if ((block->tier_mask & 1U << KVK_TIER_DEVICE) != 0 && block->transfer_count == 0) {
-            cache->stats.lost_blocks++;
             kvk_block_discredit(cache, id, KVK_TIER_DEVICE);
         }
     }

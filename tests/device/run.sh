@@ -69,11 +69,8 @@ if [[ $simulated == yes ]]; then
     targets=(test_device_check_sim bench_device_sim kvkeepd_sim tiny_llama test_cuda_sim_daemon_gpu)
 fi
 
-configure() {
-    cmake -G Ninja -S . -B "$build" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DKVKEEP_CUDA=$cuda \
-        -DKVKEEP_CUDA_ARCHITECTURES="$architecture"
-}
-part configure 60 configure || exit 1
+part configure 60 cmake -G Ninja -S . -B "$build" -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+    -DKVKEEP_CUDA=$cuda -DKVKEEP_CUDA_ARCHITECTURES="$architecture" || exit 1
 part build 280 cmake --build "$build" -j "$(nproc)" --target "${targets[@]}" || exit 1
 bin=$build/bin
 
@@ -88,7 +85,7 @@ fi
 
 # kvkeepd with its device tier on the GPU.
 prompts=120
-[[ $simulated == yes ]] && prompts=4
+[[ $simulated == yes ]] && prompts=8
 part two-paths 100 tests/cuda_sim/two_paths.sh "$bin/kvkeepd$suffix" "$bin/tiny_llama" $prompts
 if [[ $simulated == yes ]]; then
     part daemon 120 env KVKEEPD="$bin/kvkeepd_sim" "$bin/test_cuda_sim_daemon_gpu"
