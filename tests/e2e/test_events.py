@@ -670,6 +670,27 @@ def test_who_may_watch_what(start, folder):
     b.leave()
 
 
+def test_a_revoked_token_ends_the_stream(start, folder):
+    daemon = start(config_of(folder, more=TENANTS + f"[durable]\nfolder = {folder}/data\n"
+                                                     "keeper = no\n"))
+    a = Worker(daemon, token="token-of-tenant-aaaa")
+    boss = [("authorization", "Bearer token-of-the-admin-00")]
+    token = a.admin.CreateCredential(
+        pb.CreateCredentialRequest(name=b"router", tenants=[b"a"], token=True),
+        metadata=boss).token.decode()
+    space = a.open_space()
+    router = Worker(daemon, token=token)
+    watch = Watcher(router, pb.WatchBlocksRequest())
+    a.close(a.prefill(space, list(range(8)), seed=1).sequence_id)
+    watch.wait(lambda: len(watch.events) == 2)
+    a.admin.RevokeTokens(pb.RevokeTokensRequest(name=b"router"), metadata=boss)
+    a.close(a.prefill(space, list(range(100, 108)), seed=2).sequence_id)
+    watch.join(10)
+    assert watch.error.code() == grpc.StatusCode.UNAUTHENTICATED
+    assert len(watch.events) == 2
+    a.leave()
+
+
 def test_streams_are_limited_and_end_with_the_daemon(start, folder):
     daemon = start(config_of(folder))
     worker = Worker(daemon)
