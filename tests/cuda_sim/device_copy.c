@@ -65,8 +65,8 @@ static void setup(void)
         cr_assert_eq(
             device->ops->alloc_at(device, gpu, PIECE * PIECES, PIECE, "gpu", region, &error),
             KVK_OK);
-        /* In two slabs, so that runs end where one does. */
-        cr_assert_eq(device->ops->back(device, region, 0, 40 * PIECE, &error), KVK_OK);
+        /* In two slabs, so that runs end where one does; the first one lies lower. */
+        cr_assert_eq(device->ops->back(device, region, 40 * PIECE, 24 * PIECE, &error), KVK_OK);
         cr_assert_eq(device->ops->back(device, region, 0, PIECES * PIECE, &error), KVK_OK);
     }
     for (int i = 0; i < PLACE_COUNT; i++) {
@@ -191,6 +191,17 @@ Test(cuda_copy, runs_of_pieces_are_one_call)
     everything_is_right(0);
     cr_assert_eq(kvk_sim_call_count("cudaMemcpyAsync"), singles);
     cr_assert_eq(kvk_sim_call_count("cudaMemcpy2DAsync"), runs + 1);
+}
+
+/* Two slots with nothing between them but the end of a slab. */
+Test(cuda_copy, a_run_ends_where_its_slab_does)
+{
+    static struct batch batch;
+    for (uint64_t i = 0; i < 2; i++) {
+        batch_add(&batch, LOCKED, i * PIECE, GPU_0, (39 + i) * PIECE, PIECE, true);
+    }
+    batch_run(&batch);
+    everything_is_right(0);
 }
 
 Test(cuda_copy, crowds_of_small_pieces_are_one_launch)
