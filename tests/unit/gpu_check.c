@@ -92,6 +92,16 @@ Test(gpu_check, refuses_numbers_that_are_none)
     REFUSES("scale", subject.attend.scale = INFINITY);
     REFUSES("scale", subject.attend.scale = -INFINITY);
     REFUSES("soft_cap", subject.attend.soft_cap = NAN);
+    REFUSES("format_q", subject.attend.format_q = KVK_FORMAT_FP8_E4M3);
+    REFUSES("format_k", subject.attend.format_k = (enum kvk_format)(KVK_FORMAT_MAX + 1));
+    REFUSES("format_v", subject.attend.format_k = KVK_FORMAT_FP8_E4M3);
+    REFUSES("format_v", subject.attend.format_v = KVK_FORMAT_INT8_CHANNEL);
+    REFUSES("head_size_k", (subject.attend.format_k = subject.attend.format_v = KVK_FORMAT_INT8_32,
+                            subject.attend.head_size_k = 80));
+    REFUSES("head_size_v", (subject.attend.format_k = subject.attend.format_v = KVK_FORMAT_INT8_32,
+                            subject.attend.head_size_k = 64, subject.attend.head_size_v = 33));
+    REFUSES("format_k",
+            (subject.attend.format_k = KVK_FORMAT_INT8_CHANNEL, subject.attend.latent = true));
     REFUSES("soft_cap", subject.attend.soft_cap = INFINITY);
     REFUSES("soft_cap", subject.attend.soft_cap = -1);
     const float slopes[4] = {0, -1, INFINITY, 0};
@@ -157,6 +167,8 @@ Test(gpu_check, lets_the_odd_but_possible_through)
     subject.attend.latent = true;
     subject.attend.format_v = KVK_FORMAT_NONE;
     subject.attend.v_offset = UINT64_MAX; /* both are not used */
+    cr_assert_eq(kvk_attend_check(&subject.attend, NULL), KVK_OK);
+    subject.attend.format_k = KVK_FORMAT_FP8_E4M3;
     cr_assert_eq(kvk_attend_check(&subject.attend, NULL), KVK_OK);
 }
 

@@ -107,6 +107,8 @@ class SlotMemory:
         shape = self.space.groups[self.group]
         if shape.layout == Layout.OPAQUE:
             raise ValueError("an opaque block has no K and V: use slot()")
+        if shape.format_k not in DTYPES:
+            raise ValueError(f"{shape.format_k.name} has scales beside its values: use slot()")
         tokens = self.space.block_tokens
         heads = shape.kv_heads if shape.latent else \
             max(shape.kv_heads // self.space.tensor_shards, 1)

@@ -26,11 +26,14 @@ class Format(enum.IntEnum):
     FP32 = pb.FORMAT_FP32
     FP16 = pb.FORMAT_FP16
     BF16 = pb.FORMAT_BF16
+    FP8_E4M3 = pb.FORMAT_FP8_E4M3          # the compact ones: values and scales, see
+    INT8_CHANNEL = pb.FORMAT_INT8_CHANNEL  # docs/formats.md
+    INT8_32 = pb.FORMAT_INT8_32
 
     @property
     def size(self) -> int:
-        """Bytes of a value."""
-        return {Format.NONE: 0, Format.FP32: 4, Format.FP16: 2, Format.BF16: 2}[self]
+        """Bytes of a value; 0 for none and for the compact formats, whose scales count too."""
+        return {Format.FP32: 4, Format.FP16: 2, Format.BF16: 2}.get(self, 0)
 
 
 class Layout(enum.IntEnum):
