@@ -126,15 +126,17 @@ Test(cuda_faults, every_missing_barrier_is_noticed)
     }
 }
 
-Test(cuda_faults, every_divergent_barrier_is_told)
+Test(cuda_faults, every_divergent_barrier_is_noticed_in_every_order)
 {
     for (int i = 0; i < KERNEL_COUNT; i++) {
         uint32_t count = barriers_of(formats[i]);
         for (uint32_t barrier = 1; barrier <= count; barrier++) {
             const struct kvk_sim_faults faults = {.divergent_barrier = barrier};
             for (int order = KVK_SIM_FORWARD; order <= KVK_SIM_RANDOM; order++) {
-                cr_assert_eq(run_with(&faults, (enum kvk_sim_order)order, formats[i]), VERDICT_TOLD,
-                             "format %d, barrier %u, order %d", (int)formats[i], barrier, order);
+                /* Told as such, or by what the threads that went on then read. */
+                cr_assert_neq(run_with(&faults, (enum kvk_sim_order)order, formats[i]),
+                              VERDICT_RIGHT, "format %d, barrier %u, order %d", (int)formats[i],
+                              barrier, order);
             }
         }
     }
