@@ -139,6 +139,7 @@ static void add_rows(struct lists *lists, const struct kvk_attend *attend,
             .head = (uint16_t)(row % group_of(attend)),
             .partial = item->partial,
             .position = (int64_t)(item->position + row / group_of(attend)),
+            .token_end = (int64_t)item->token_count,
         };
     }
     lists->row_count += row_count;

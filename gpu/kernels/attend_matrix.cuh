@@ -176,7 +176,8 @@ __device__ __forceinline__ void kvk_matrix_score(Shape &shared, const Format *k)
 
 /* A row as the threads that soften it keep it. */
 struct kvk_matrix_row {
-    int64_t position; /* counted from the unit's first token */
+    int64_t position; /* counted from the unit's first token, as is token_end */
+    int64_t token_end;
     float slope;
     float max;
     float sum; /* of the thread's own columns */
@@ -187,11 +188,12 @@ __device__ __forceinline__ kvk_matrix_row kvk_matrix_row_of(const kvk_cuda_atten
                                                             const kvk_cuda_unit &unit)
 {
     uint32_t row = threadIdx.x / Shape::kRowThreads;
-    kvk_matrix_row state = {0, 0, -kvk_infinity(), 0};
+    kvk_matrix_row state = {0, 0, 0, -kvk_infinity(), 0};
 
     if (row < unit.row_count) {
         const kvk_cuda_row &of = attend.rows[unit.first_row + row];
         state.position = of.position - unit.first_token;
+        state.token_end = of.token_end - unit.first_token;
         if (attend.slopes != nullptr) {
             state.slope = attend.slopes[kvk_query_head(attend, blockIdx.y, of.head)];
         }
@@ -209,7 +211,7 @@ kvk_matrix_soften(const kvk_cuda_attend &attend, const kvk_cuda_unit &unit, Shap
     constexpr int kColumns = kTileTokens / Shape::kRowThreads;
     int row = (int)threadIdx.x / Shape::kRowThreads;
     int first = (int)threadIdx.x % Shape::kRowThreads;
-    kvk_row_view view = kvk_row_view_of(attend, unit, state.position, tile);
+    kvk_row_view view = kvk_row_view_of(attend, unit, state.position, state.token_end, tile);
     const float *logits = shared.logits + row * Shape::kStrideLogits;
     Format *high = shared.weights[0] + row * Shape::kStrideWeights;
     Format *low = shared.weights[1] + row * Shape::kStrideWeights;

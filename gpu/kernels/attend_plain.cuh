@@ -87,7 +87,8 @@ __device__ __forceinline__ void kvk_plain_soften(const kvk_cuda_attend &attend,
     int64_t position = of.position - unit.first_token;
     float slope =
         attend.slopes == nullptr ? 0 : attend.slopes[kvk_query_head(attend, blockIdx.y, of.head)];
-    kvk_row_view view = kvk_row_view_of(attend, unit, position, tile);
+    kvk_row_view view =
+        kvk_row_view_of(attend, unit, position, of.token_end - unit.first_token, tile);
     float *logits = shared.logits + row * KVK_PLAIN_TILE_TOKENS;
     int32_t count = (int32_t)(tile.end - tile.begin);
     float max = *row_max;

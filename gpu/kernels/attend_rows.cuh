@@ -54,12 +54,13 @@ __device__ __forceinline__ int32_t kvk_clamp(int64_t value, int32_t limit)
     return value > limit ? limit : (int32_t)value;
 }
 
-/* `position` counts from the unit's first token, as tiles do. */
+/* `position` and `token_end` count from the unit's first token, as tiles do. */
 __device__ __forceinline__ kvk_row_view kvk_row_view_of(const kvk_cuda_attend &attend,
                                                         const kvk_cuda_unit &unit, int64_t position,
-                                                        kvk_tile tile)
+                                                        int64_t token_end, kvk_tile tile)
 {
-    int32_t count = (int32_t)(tile.end - tile.begin);
+    /* Other rows of the unit may have more tokens. */
+    int32_t count = kvk_clamp(token_end - (int64_t)tile.begin, (int32_t)(tile.end - tile.begin));
     int64_t distance = position - (int64_t)tile.begin; /* the column that the row itself is */
     kvk_row_view view = {0, count, 0};
 

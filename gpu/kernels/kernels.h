@@ -31,6 +31,7 @@ struct kvk_cuda_row {
     uint16_t head;    /* among the query heads that share a KV head */
     uint16_t partial; /* not 0: the caller merges on, so no sink logit is added */
     int64_t position;
+    int64_t token_end; /* position behind the last token that there is for it */
 };
 
 /* Tokens are counted from the page table's first one; ranges are [begin, end). At least one is not

@@ -496,6 +496,30 @@ Test(cuda_kernels, shared_prefixes_are_read_once)
     }
 }
 
+/* Who shares a page may use less of it than another: its tokens end where they end. */
+Test(cuda_kernels, shared_pages_that_are_used_to_different_ends)
+{
+    for (uint32_t seed = 0; seed < 4; seed++) {
+        struct kvk_random random;
+        struct gpu_case test;
+        kvk_random_init(&random, seed);
+        plain_case(&test, seed % 2 == 0 ? KVK_FORMAT_BF16 : KVK_FORMAT_FP32, 0);
+        test.attend.item_count = 4;
+        test.attend.causal = seed >= 2;
+        for (uint32_t i = 0; i < test.attend.item_count; i++) {
+            test.items[i] = (struct kvk_attend_item){
+                .query_count = 1, .token_count = 160 - i * 7, .position = 165, .page_count = 10};
+            gpu_case_fill_item(&test, i, &random, 0);
+        }
+        for (uint32_t i = 1; i < test.attend.item_count; i++) {
+            gpu_case_share(&test, 0, i, 9 + (i < 3), &random);
+        }
+        gpu_case_expect(&test);
+        check_orders(&test, seed, 0);
+        gpu_case_free(&test);
+    }
+}
+
 /* Sizes that no variant has, or one whose rows are too many, are refused before anything runs. */
 Test(cuda_kernels, unknown_variants_are_refused)
 {
