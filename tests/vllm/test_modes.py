@@ -2,7 +2,7 @@
 
 import pytest
 from conftest import Engine, differ, make_model, same, settings, tokens
-from test_engines import eventually, settled, whole
+from test_engines import drop, eventually, settled, whole
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_two_ranks_in_processes_of_their_own(daemon, room, engine):
     two = engine(model, settings(daemon), **ranks)
     cold = two.generate(*prompts)
     eventually(lambda: daemon.sequences() == 0)
-    assert two.ask("reset")["reset"]
+    drop(two)
     warm = two.generate(*prompts)
     same(warm, cold)
     assert warm["cached"] == [whole(len(p)) for p in prompts]
@@ -60,7 +60,7 @@ def test_a_cache_that_is_kept_raw(daemon, model, engine, kind):
     one = engine(model, settings(daemon, layout="raw"), **how)
     cold = one.generate(*prompts)
     settled(one)
-    assert one.ask("reset")["reset"]
+    drop(one)
     warm = one.generate(*prompts)
     same(warm, cold)
     assert warm["cached"] == [whole(len(p), 128) for p in prompts]
