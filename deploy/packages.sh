@@ -8,9 +8,10 @@ packages=(
     libgrpc-dev libprotobuf-c-dev protobuf-c-compiler protobuf-compiler
     libxxhash-dev liblmdb-dev liburing-dev libssl-dev libjansson-dev libmicrohttpd-dev libzmq3-dev
     libmsgpack-dev zlib1g-dev
-    libunistring-dev
+    libunistring-dev libhiredis-dev
 )
-test_packages=(libcriterion-dev spin gdb fio clang-format clang-tidy python3 python3-venv chromium)
+test_packages=(libcriterion-dev spin gdb fio clang-format clang-tidy python3 python3-venv chromium
+    redis-server redis-tools)
 
 if [[ "${1:-}" == "--test" ]]; then
     packages+=("${test_packages[@]}")

@@ -1,0 +1,153 @@
+/*
+ * How a block lies in a store that is shared by many daemons: its name, and the value under it.
+ *
+ * Whoever runs the store may read it, scribble over it, or bring back what was there last week. So
+ * a value proves what it is before a byte of it is believed, and its name says nothing: names and
+ * checks are HMACs under a key of the tenant, and the payload is sealed by AES-256-GCM under
+ * another, encrypted where the space asks for it, else only authenticated. Anything else than the
+ * whole right value is a miss of a kind of its own, never an error and never bytes.
+ *
+ * A block of more than KVK_REMOTE_PAYLOAD_MAX bytes is cut into equal parts, each with a name and
+ * a value, which lie on different nodes.
+ *
+ *     name   = prefix, hex of HMAC(name key; "name", space, group, key, part) [0..16)
+ *     value  = header (144 bytes, little-endian), payload
+ *     sealed = AES-256-GCM(HMAC(seal key; "seal", nonce [0..12)), nonce [12..24),
+ *                          header without its tag, payload)
+ *
+ * The nonce is random and long enough to never repeat, which is why a key is made for each value.
+ *
+ * Locking: none; a kvk_remote_crypt belongs to one thread, a space is read by many.
+ */
+#ifndef KVK_HOSTTIER_REMOTE_VALUE_H
+#define KVK_HOSTTIER_REMOTE_VALUE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/status.h"
+
+#define KVK_REMOTE_SECRET_SIZE 32 /* of a tenant; the same in all daemons that share */
+#define KVK_REMOTE_KEY_SIZE 16    /* of a block, a space, a shape */
+#define KVK_REMOTE_HEADER_SIZE 144
+#define KVK_REMOTE_VALUE_MAX (UINT32_C(2) << 20)
+#define KVK_REMOTE_PAYLOAD_MAX (KVK_REMOTE_VALUE_MAX - KVK_REMOTE_HEADER_SIZE)
+#define KVK_REMOTE_PARTS_MAX 1024U /* so a block has at most 2 GiB */
+#define KVK_REMOTE_PREFIX_MAX 31   /* characters before the hash in a name */
+#define KVK_REMOTE_NAME_SIZE (KVK_REMOTE_PREFIX_MAX + 2 * KVK_REMOTE_KEY_SIZE + 1)
+
+/* What became of a block. Numbers are only added: counters are kept for each. */
+enum kvk_remote_result {
+    KVK_REMOTE_PENDING = 0, /* not known yet */
+    KVK_REMOTE_HIT,         /* fetched and right, there, or stored */
+    /* Misses: the store has nothing that may be used. */
+    KVK_REMOTE_ABSENT,     /* no value, or not all its parts */
+    KVK_REMOTE_NOT_OURS,   /* a value that never was kvkeep's */
+    KVK_REMOTE_VERSION,    /* of a version that this one cannot read */
+    KVK_REMOTE_TRUNCATED,  /* shorter or longer than it says */
+    KVK_REMOTE_DAMAGED,    /* the checksum does not match: half-written or decayed */
+    KVK_REMOTE_FOREIGN,    /* not sealed with this tenant's key */
+    KVK_REMOTE_OTHER_KEY,  /* a right value, but of another block */
+    KVK_REMOTE_GENERATION, /* from before an invalidation, or after one not heard of yet */
+    KVK_REMOTE_FORMAT,     /* of another KV format, or encrypted where it must not be, or not */
+    KVK_REMOTE_SHAPE,      /* of another geometry */
+    KVK_REMOTE_PARENT,     /* hangs below another parent */
+    KVK_REMOTE_PART,       /* another part, or cut otherwise */
+    /* The store could not be asked, or said no. Also misses to whoever wants bytes. */
+    KVK_REMOTE_FULL,        /* it has no memory for a store (maxmemory without eviction) */
+    KVK_REMOTE_UNAVAILABLE, /* its node is away, failing over, or lets nobody in */
+    KVK_REMOTE_DEADLINE,    /* the time was over first */
+    KVK_REMOTE_REFUSED,     /* it answered with an error: a right that is missing, say */
+    KVK_REMOTE_SKIPPED,     /* behind a gap of its chain: not asked for */
+    KVK_REMOTE_CANCELLED,   /* the client was closed */
+    KVK_REMOTE_RESULT_COUNT,
+};
+
+const char *kvk_remote_result_name(enum kvk_remote_result result); /* "absent", never NULL */
+
+/* What a space is to the store. All of it is fixed in a kvk_remote_space but the generation. */
+struct kvk_remote_space_options {
+    const uint8_t *secret; /* [KVK_REMOTE_SECRET_SIZE]; read once */
+    const uint8_t *space;  /* [KVK_REMOTE_KEY_SIZE] digest of its identity, alike on all nodes */
+    const uint8_t *shape; /* [KVK_REMOTE_KEY_SIZE] digest of its geometry: shards, layout, tokens */
+    uint32_t group;       /* layer group */
+    uint32_t format;      /* of K and V as they are stored; the caller's numbering */
+    uint64_t generation;  /* of the space; what was stored under another is a miss */
+    uint64_t block_bytes; /* all shards together; 1 to KVK_REMOTE_PARTS_MAX payloads */
+    bool encrypt;         /* else only authenticated */
+};
+
+/* The caller's memory; to be wiped by kvk_remote_space_finish(). */
+struct kvk_remote_space {
+    uint8_t name_key[32];
+    uint8_t seal_key[32];
+    uint8_t space[KVK_REMOTE_KEY_SIZE];
+    uint8_t shape_check[KVK_REMOTE_KEY_SIZE];
+    uint64_t generation;
+    uint64_t block_bytes;
+    uint32_t group;
+    uint32_t format;
+    uint32_t part_count;
+    uint32_t part_bytes; /* of every part but the last */
+    bool encrypt;
+};
+
+KVK_CHECKED enum kvk_status kvk_remote_space_init(struct kvk_remote_space *space,
+                                                  const struct kvk_remote_space_options *options,
+                                                  struct kvk_error *error);
+void kvk_remote_space_finish(struct kvk_remote_space *space);
+
+/* Which block: its chain key, and its parent's (a root's parent is the root key). */
+struct kvk_remote_id {
+    uint8_t key[KVK_REMOTE_KEY_SIZE];
+    uint8_t parent[KVK_REMOTE_KEY_SIZE];
+};
+
+/* Memory of a block: its shards one after another. Together they are block_bytes. */
+struct kvk_remote_piece {
+    void *memory;
+    uint64_t size_bytes;
+};
+
+/* What one thread needs of OpenSSL. */
+struct kvk_remote_crypt;
+KVK_CHECKED enum kvk_status kvk_remote_crypt_create(struct kvk_remote_crypt **crypt,
+                                                    struct kvk_error *error);
+void kvk_remote_crypt_destroy(struct kvk_remote_crypt *crypt);
+
+/* What the store is asked for, and what must come: a part of a block. */
+struct kvk_remote_want {
+    const struct kvk_remote_space *space;
+    const struct kvk_remote_id *id;
+    uint32_t part;
+    uint8_t hash[KVK_REMOTE_KEY_SIZE];         /* the name, without prefix, not as hex yet */
+    uint8_t key_check[KVK_REMOTE_KEY_SIZE];    /* the other half of the same HMAC */
+    uint8_t parent_check[KVK_REMOTE_KEY_SIZE]; /* depends on the block too: chains do not show */
+};
+
+void kvk_remote_want_init(struct kvk_remote_want *want, struct kvk_remote_crypt *crypt,
+                          const struct kvk_remote_space *space, const struct kvk_remote_id *id,
+                          uint32_t part);
+
+/* Bytes of a part's payload; its value is KVK_REMOTE_HEADER_SIZE more. */
+uint32_t kvk_remote_payload_bytes(const struct kvk_remote_space *space, uint32_t part);
+
+/* Write header and payload of a part to `target`, which has room for both. */
+void kvk_remote_value_encode(const struct kvk_remote_want *want, struct kvk_remote_crypt *crypt,
+                             const struct kvk_remote_piece *pieces, uint32_t piece_count,
+                             uint8_t *target);
+
+/* Is this header the wanted one's, as far as it alone can tell? `size` is of the header's bytes
+ * that came: less than all of them is KVK_REMOTE_TRUNCATED or _NOT_OURS. */
+enum kvk_remote_result kvk_remote_header_check(const struct kvk_remote_want *want,
+                                               const uint8_t *header, size_t size);
+
+/* Prove a value and put its payload where it belongs. KVK_REMOTE_HIT, or a miss, after which the
+ * part's memory holds anything. */
+enum kvk_remote_result kvk_remote_value_decode(const struct kvk_remote_want *want,
+                                               struct kvk_remote_crypt *crypt, const uint8_t *value,
+                                               size_t size, const struct kvk_remote_piece *pieces,
+                                               uint32_t piece_count);
+
+#endif

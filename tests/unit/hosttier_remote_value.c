@@ -1,0 +1,333 @@
+/*
+ * Values of the remote store: what was stored comes back, by no other key, tenant, parent, shape,
+ * format or generation, and no change of any bit gives bytes. Names tell nothing of what they name.
+ */
+#include "hosttier/remote_value.h"
+
+#include <criterion/criterion.h>
+#include <string.h>
+
+#include "base/bytes.h"
+#include "base/random.h"
+
+#define BLOCK_BYTES 1000U
+#define VALUE_BYTES (BLOCK_BYTES + KVK_REMOTE_HEADER_SIZE)
+
+static const uint8_t secret[KVK_REMOTE_SECRET_SIZE] = {1, 2, 3};
+static const uint8_t other_secret[KVK_REMOTE_SECRET_SIZE] = {1, 2, 4};
+static const uint8_t space_digest[KVK_REMOTE_KEY_SIZE] = {5};
+static const uint8_t shape_digest[KVK_REMOTE_KEY_SIZE] = {6};
+static const uint8_t other_digest[KVK_REMOTE_KEY_SIZE] = {7};
+
+static const struct kvk_remote_space_options usual = {
+    .secret = secret,
+    .space = space_digest,
+    .shape = shape_digest,
+    .group = 1,
+    .format = 2,
+    .generation = 3,
+    .block_bytes = BLOCK_BYTES,
+};
+
+static const struct kvk_remote_id id = {{10, 11}, {12, 13}};
+
+/* One side of the exchange: a space and what it wants of it. */
+struct side {
+    struct kvk_remote_crypt *crypt;
+    struct kvk_remote_space space;
+    struct kvk_remote_id id;
+    struct kvk_remote_want want;
+};
+
+static void side_init(struct side *side, const struct kvk_remote_space_options *options,
+                      const struct kvk_remote_id *of, uint32_t part)
+{
+    struct kvk_error error;
+    cr_assert_eq(kvk_remote_crypt_create(&side->crypt, &error), KVK_OK, "%s", error.text);
+    cr_assert_eq(kvk_remote_space_init(&side->space, options, &error), KVK_OK, "%s", error.text);
+    side->id = *of;
+    kvk_remote_want_init(&side->want, side->crypt, &side->space, &side->id, part);
+}
+
+static void side_finish(struct side *side)
+{
+    kvk_remote_space_finish(&side->space);
+    kvk_remote_crypt_destroy(side->crypt);
+}
+
+static void write_usual(const struct kvk_remote_space_options *options, uint8_t *bytes,
+                        uint8_t *value)
+{
+    struct side writer;
+    side_init(&writer, options, &id, 0);
+    struct kvk_remote_piece piece = {bytes, BLOCK_BYTES};
+    kvk_remote_value_encode(&writer.want, writer.crypt, &piece, 1, value);
+    side_finish(&writer);
+}
+
+static enum kvk_remote_result read_as(const struct kvk_remote_space_options *options,
+                                      const struct kvk_remote_id *of, const uint8_t *value,
+                                      size_t size, uint8_t *bytes)
+{
+    struct side reader;
+    side_init(&reader, options, of, 0);
+    struct kvk_remote_piece piece = {bytes, BLOCK_BYTES};
+    enum kvk_remote_result result =
+        kvk_remote_value_decode(&reader.want, reader.crypt, value, size, &piece, 1);
+    side_finish(&reader);
+    return result;
+}
+
+static void fill(uint8_t *bytes, size_t size, uint64_t seed)
+{
+    struct kvk_random random;
+    kvk_random_init(&random, seed);
+    kvk_random_fill(&random, bytes, size);
+}
+
+Test(remote_value, comes_back_and_is_sealed_anew_each_time)
+{
+    for (int encrypt = 0; encrypt < 2; encrypt++) {
+        struct kvk_remote_space_options options = usual;
+        options.encrypt = encrypt != 0;
+        uint8_t bytes[BLOCK_BYTES];
+        uint8_t back[BLOCK_BYTES] = {0};
+        uint8_t value[VALUE_BYTES];
+        uint8_t again[VALUE_BYTES];
+        fill(bytes, sizeof(bytes), 1);
+        write_usual(&options, bytes, value);
+        write_usual(&options, bytes, again);
+        cr_assert_neq(memcmp(value, again, KVK_REMOTE_HEADER_SIZE), 0, "a nonce was used twice");
+        bool readable = memmem(value, sizeof(value), bytes, 64) != NULL;
+        cr_assert_eq(readable, encrypt == 0);
+        cr_assert_eq(read_as(&options, &id, value, sizeof(value), back), KVK_REMOTE_HIT);
+        cr_assert_arr_eq(back, bytes, sizeof(bytes));
+    }
+}
+
+Test(remote_value, every_difference_is_a_miss_of_its_own_kind)
+{
+    uint8_t bytes[BLOCK_BYTES];
+    uint8_t back[BLOCK_BYTES];
+    uint8_t value[VALUE_BYTES];
+    fill(bytes, sizeof(bytes), 2);
+    write_usual(&usual, bytes, value);
+
+    struct kvk_remote_space_options options = usual;
+    options.generation = 4;
+    cr_assert_eq(read_as(&options, &id, value, sizeof(value), back), KVK_REMOTE_GENERATION);
+    options.generation = 2;
+    cr_assert_eq(read_as(&options, &id, value, sizeof(value), back), KVK_REMOTE_GENERATION);
+    options = usual;
+    options.format = 3;
+    cr_assert_eq(read_as(&options, &id, value, sizeof(value), back), KVK_REMOTE_FORMAT);
+    options = usual;
+    options.encrypt = true;
+    cr_assert_eq(read_as(&options, &id, value, sizeof(value), back), KVK_REMOTE_FORMAT);
+    options = usual;
+    options.shape = other_digest;
+    cr_assert_eq(read_as(&options, &id, value, sizeof(value), back), KVK_REMOTE_SHAPE);
+    options = usual;
+    options.space = other_digest;
+    cr_assert_eq(read_as(&options, &id, value, sizeof(value), back), KVK_REMOTE_OTHER_KEY);
+    options = usual;
+    options.group = 2;
+    cr_assert_eq(read_as(&options, &id, value, sizeof(value), back), KVK_REMOTE_OTHER_KEY);
+    options = usual;
+    options.secret = other_secret;
+    cr_assert_eq(read_as(&options, &id, value, sizeof(value), back), KVK_REMOTE_OTHER_KEY);
+    options = usual;
+    options.block_bytes = BLOCK_BYTES - 1;
+    cr_assert_eq(read_as(&options, &id, value, sizeof(value), back), KVK_REMOTE_PART);
+
+    struct kvk_remote_id changed = id;
+    changed.key[15] ^= 1;
+    cr_assert_eq(read_as(&usual, &changed, value, sizeof(value), back), KVK_REMOTE_OTHER_KEY);
+    changed = id;
+    changed.parent[0] ^= 1;
+    cr_assert_eq(read_as(&usual, &changed, value, sizeof(value), back), KVK_REMOTE_PARENT);
+    cr_assert_eq(read_as(&usual, &id, value, sizeof(value), back), KVK_REMOTE_HIT);
+}
+
+/* Somebody who knows the form, and reads all, makes a value that agrees in all but the seal. */
+static void forge(uint8_t *value, size_t size)
+{
+    struct kvk_remote_space_options options = usual;
+    struct side mine;
+    side_init(&mine, &options, &id, 0);
+    memset(mine.space.seal_key, 0x55, sizeof(mine.space.seal_key));
+    uint8_t payload[BLOCK_BYTES];
+    cr_assert_eq(size, VALUE_BYTES);
+    memset(payload, 0x66, sizeof(payload));
+    struct kvk_remote_piece piece = {payload, BLOCK_BYTES};
+    kvk_remote_value_encode(&mine.want, mine.crypt, &piece, 1, value);
+    side_finish(&mine);
+}
+
+Test(remote_value, a_forged_value_is_foreign)
+{
+    uint8_t back[BLOCK_BYTES];
+    uint8_t value[VALUE_BYTES];
+    forge(value, sizeof(value));
+    cr_assert_eq(read_as(&usual, &id, value, sizeof(value), back), KVK_REMOTE_FOREIGN);
+}
+
+Test(remote_value, half_written_is_a_miss_at_any_length)
+{
+    uint8_t bytes[BLOCK_BYTES];
+    uint8_t back[BLOCK_BYTES];
+    uint8_t value[VALUE_BYTES + 1] = {0};
+    fill(bytes, sizeof(bytes), 3);
+    write_usual(&usual, bytes, value);
+    for (size_t size = 0; size <= VALUE_BYTES + 1; size++) {
+        enum kvk_remote_result result = read_as(&usual, &id, value, size, back);
+        enum kvk_remote_result right = size < 6              ? KVK_REMOTE_NOT_OURS
+                                       : size == VALUE_BYTES ? KVK_REMOTE_HIT
+                                                             : KVK_REMOTE_TRUNCATED;
+        cr_assert_eq(result, right, "%zu bytes: %s", size, kvk_remote_result_name(result));
+    }
+    /* The right length, but the rest never came. */
+    memset(value + VALUE_BYTES / 2, 0, VALUE_BYTES / 2);
+    cr_assert_eq(read_as(&usual, &id, value, VALUE_BYTES, back), KVK_REMOTE_DAMAGED);
+}
+
+Test(remote_value, any_flipped_bit_is_a_miss)
+{
+    for (int encrypt = 0; encrypt < 2; encrypt++) {
+        struct kvk_remote_space_options options = usual;
+        options.encrypt = encrypt != 0;
+        uint8_t bytes[BLOCK_BYTES];
+        uint8_t back[BLOCK_BYTES];
+        uint8_t value[VALUE_BYTES];
+        fill(bytes, sizeof(bytes), 4);
+        write_usual(&options, bytes, value);
+        for (size_t bit = 0; bit < sizeof(value) * 8; bit += bit < 2000 ? 1 : 37) {
+            value[bit / 8] ^= (uint8_t)(1U << bit % 8);
+            enum kvk_remote_result result = read_as(&options, &id, value, sizeof(value), back);
+            enum kvk_remote_result right = KVK_REMOTE_DAMAGED;
+            if (bit / 8 < 4) {
+                right = KVK_REMOTE_NOT_OURS;
+            } else if (bit / 8 < 6) {
+                right = KVK_REMOTE_VERSION;
+            } else if (bit / 8 >= 8 && bit / 8 < 12) {
+                right = KVK_REMOTE_TRUNCATED;
+            } else if (bit / 8 >= 128 && bit / 8 < 144) {
+                right = KVK_REMOTE_FOREIGN;
+            }
+            cr_assert_eq(result, right, "bit %zu: %s", bit, kvk_remote_result_name(result));
+            value[bit / 8] ^= (uint8_t)(1U << bit % 8);
+        }
+    }
+}
+
+Test(remote_value, parts_and_pieces_cut_a_block_anywhere)
+{
+    struct kvk_random random;
+    kvk_random_init(&random, 5);
+    static uint8_t bytes[3 * KVK_REMOTE_VALUE_MAX];
+    static uint8_t back[3 * KVK_REMOTE_VALUE_MAX];
+    static uint8_t value[KVK_REMOTE_VALUE_MAX];
+    const uint64_t sizes[] = {1,
+                              KVK_REMOTE_PAYLOAD_MAX - 1,
+                              KVK_REMOTE_PAYLOAD_MAX,
+                              KVK_REMOTE_PAYLOAD_MAX + 1,
+                              2 * (uint64_t)KVK_REMOTE_PAYLOAD_MAX + 1,
+                              sizeof(bytes)};
+    const uint32_t parts[] = {1, 1, 1, 2, 3, 4};
+    kvk_random_fill(&random, bytes, sizeof(bytes));
+    for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++) {
+        struct kvk_remote_space_options options = usual;
+        options.block_bytes = sizes[i];
+        options.encrypt = i % 2 != 0;
+        struct side side;
+        side_init(&side, &options, &id, 0);
+        cr_assert_eq(side.space.part_count, parts[i]);
+        /* Three pieces to write from, three others to read into, some empty. */
+        uint64_t a = kvk_random_below(&random, sizes[i] + 1);
+        uint64_t b = kvk_random_below(&random, sizes[i] + 1);
+        struct kvk_remote_piece from[] = {{bytes, a}, {bytes, 0}, {bytes + a, sizes[i] - a}};
+        struct kvk_remote_piece to[] = {{back, 0}, {back, b}, {back + b, sizes[i] - b}};
+        memset(back, 0, sizeof(back));
+        uint64_t sum = 0;
+        for (uint32_t part = 0; part < side.space.part_count; part++) {
+            kvk_remote_want_init(&side.want, side.crypt, &side.space, &id, part);
+            uint32_t size = kvk_remote_payload_bytes(&side.space, part);
+            cr_assert(size > 0 && size <= KVK_REMOTE_PAYLOAD_MAX);
+            sum += size;
+            kvk_remote_value_encode(&side.want, side.crypt, from, 3, value);
+            cr_assert_eq(kvk_remote_value_decode(&side.want, side.crypt, value,
+                                                 size + KVK_REMOTE_HEADER_SIZE, to, 3),
+                         KVK_REMOTE_HIT);
+        }
+        cr_assert_eq(sum, sizes[i]);
+        cr_assert_arr_eq(back, bytes, sizes[i]);
+        side_finish(&side);
+    }
+}
+
+Test(remote_value, parts_do_not_stand_for_one_another)
+{
+    struct kvk_remote_space_options options = usual;
+    options.block_bytes = 2 * (uint64_t)KVK_REMOTE_PAYLOAD_MAX; /* two parts of one size */
+    static uint8_t bytes[2 * KVK_REMOTE_VALUE_MAX];
+    static uint8_t value[KVK_REMOTE_VALUE_MAX];
+    struct side first;
+    struct side second;
+    side_init(&first, &options, &id, 0);
+    side_init(&second, &options, &id, 1);
+    cr_assert_neq(memcmp(first.want.hash, second.want.hash, KVK_REMOTE_KEY_SIZE), 0);
+    struct kvk_remote_piece piece = {bytes, options.block_bytes};
+    kvk_remote_value_encode(&first.want, first.crypt, &piece, 1, value);
+    cr_assert_eq(
+        kvk_remote_value_decode(&second.want, second.crypt, value, sizeof(value), &piece, 1),
+        KVK_REMOTE_OTHER_KEY);
+    side_finish(&first);
+    side_finish(&second);
+}
+
+Test(remote_value, names_tell_nothing_of_tenant_or_parent)
+{
+    struct kvk_remote_space_options options = usual;
+    struct kvk_remote_id sibling = id;
+    struct side a;
+    struct side b;
+    struct side c;
+    sibling.key[3] ^= 1; /* another block below the same parent */
+    side_init(&a, &usual, &id, 0);
+    side_init(&b, &usual, &sibling, 0);
+    options.secret = other_secret; /* the same block of another tenant */
+    side_init(&c, &options, &id, 0);
+    cr_assert_neq(memcmp(a.want.hash, c.want.hash, KVK_REMOTE_KEY_SIZE), 0);
+    cr_assert_neq(memcmp(a.want.key_check, c.want.key_check, KVK_REMOTE_KEY_SIZE), 0);
+    cr_assert_neq(memcmp(a.space.shape_check, c.space.shape_check, KVK_REMOTE_KEY_SIZE), 0);
+    cr_assert_neq(memcmp(a.want.parent_check, b.want.parent_check, KVK_REMOTE_KEY_SIZE), 0);
+    cr_assert_neq(memcmp(a.want.hash, id.key, KVK_REMOTE_KEY_SIZE), 0);
+    /* But they are the same in every process, and after an invalidation: no garbage stays. */
+    options = usual;
+    options.generation = 9;
+    side_finish(&c);
+    side_init(&c, &options, &id, 0);
+    cr_assert_eq(memcmp(a.want.hash, c.want.hash, KVK_REMOTE_KEY_SIZE), 0);
+    char text[2 * KVK_REMOTE_KEY_SIZE + 1];
+    kvk_hex_write(a.want.hash, KVK_REMOTE_KEY_SIZE, text);
+    cr_assert_str_eq(text, "c66b368b712176b5820bbba388ce41fd");
+    side_finish(&a);
+    side_finish(&b);
+    side_finish(&c);
+}
+
+Test(remote_value, a_block_of_no_bytes_or_too_many_is_refused)
+{
+    struct kvk_remote_space_options options = usual;
+    struct kvk_remote_space space;
+    struct kvk_error error;
+    options.block_bytes = 0;
+    cr_assert_eq(kvk_remote_space_init(&space, &options, &error), KVK_INVALID);
+    cr_assert_str_eq(error.field, "block_bytes");
+    options.block_bytes = (uint64_t)KVK_REMOTE_PAYLOAD_MAX * KVK_REMOTE_PARTS_MAX;
+    cr_assert_eq(kvk_remote_space_init(&space, &options, &error), KVK_OK);
+    cr_assert_eq(space.part_count, KVK_REMOTE_PARTS_MAX);
+    options.block_bytes++;
+    cr_assert_eq(kvk_remote_space_init(&space, &options, &error), KVK_INVALID);
+    cr_assert_eq(error.limit, options.block_bytes - 1);
+}
