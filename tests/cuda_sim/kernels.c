@@ -244,6 +244,27 @@ Test(cuda_kernels, windows_around_tiles_and_blocks)
     }
 }
 
+/* Sinks are positions, not places in a table that begins later. */
+Test(cuda_kernels, sinks_of_a_table_that_begins_late)
+{
+    for (uint32_t i = 0; i < 4; i++) {
+        struct kvk_random random;
+        struct gpu_case test;
+        kvk_random_init(&random, i);
+        plain_case(&test, i % 2 == 0 ? KVK_FORMAT_BF16 : KVK_FORMAT_FP32, 80);
+        test.attend.window = 33;
+        test.attend.sinks = 20 + i;
+        test.items[0].query_count = 11;
+        test.items[0].position = 50;
+        test.items[0].first_token = 16;
+        test.items[0].page_count = 4;
+        gpu_case_fill_item(&test, 0, &random, 0);
+        gpu_case_expect(&test);
+        check_orders(&test, i, i < 2 ? 0 : 16);
+        gpu_case_free(&test);
+    }
+}
+
 /* Fill all of an item's K, or V, with one value. */
 static void fill_values(struct gpu_case *test, bool is_value, uint16_t bits)
 {
