@@ -4,7 +4,7 @@
 # linked statically: it looks for the driver when it is first called, so the daemon starts anywhere.
 # Builds for sanitizers go without: the tests run the same files on the simulator there.
 set(KVKEEP_CUDA AUTO CACHE STRING "The CUDA device: AUTO, ON or OFF")
-set(KVKEEP_CUDA_ARCHITECTURES "80;90" CACHE STRING "Compute capabilities that kernels are built for")
+set(KVKEEP_CUDA_ARCHITECTURES "80;90" CACHE STRING "Compute capabilities to build kernels for")
 file(GLOB cuda_kernels CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/kernels/*.cu)
 
 set(KVK_CUDA_FOUND NO CACHE INTERNAL "")
@@ -26,7 +26,7 @@ if(KVKEEP_CUDA STREQUAL "ON" OR
        EXISTS ${CMAKE_CURRENT_SOURCE_DIR}/kernels/copy.cu)
         set(KVK_CUDA_FOUND YES CACHE INTERNAL "")
     elseif(KVKEEP_CUDA STREQUAL "ON")
-        message(FATAL_ERROR "KVKEEP_CUDA is ON: there is no nvcc with its headers and cudart_static")
+        message(FATAL_ERROR "KVKEEP_CUDA is ON: no nvcc with its headers and cudart_static")
     endif()
 endif()
 

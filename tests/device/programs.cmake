@@ -1,5 +1,5 @@
-# The programs of run.sh: on the GPU, where there is a toolkit; and on the simulated one, as tests of
-# themselves.
+# The programs of run.sh: on the GPU, where there is a toolkit; and on the simulated one, as tests
+# of themselves.
 if(KVK_CUDA_FOUND)
     kvk_program(test_device_check SOURCES ${CMAKE_CURRENT_LIST_DIR}/check.c LINK kvk_cuda)
     kvk_program(bench_device SOURCES ${CMAKE_CURRENT_LIST_DIR}/bench.c

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, prepared for a machine that has one: builds for its architecture, holds
-# the CUDA device against the CPU's reference, runs kvkeepd on it, measures, and prints one table. In
-# under five minutes, most of it the build.
+# Everything that wants a GPU, prepared for a machine that has one: builds for its architecture,
+# holds the CUDA device against the CPU's reference, runs kvkeepd on it, measures, and prints one
+# table. In under five minutes, most of it the build.
 #
 #     tests/device/run.sh [--simulated]     --simulated: no GPU; a simulated one, to try the script
 #
@@ -66,7 +66,8 @@ targets=(test_device_check bench_device kvkeepd tiny_llama)
 if [[ $simulated == yes ]]; then
     cuda=AUTO
     suffix=_sim
-    targets=(test_device_check_sim bench_device_sim kvkeepd_sim tiny_llama test_cuda_sim_daemon_gpu)
+    targets=(test_device_check_sim bench_device_sim kvkeepd_sim tiny_llama
+        test_cuda_sim_daemon_gpu)
 fi
 
 part configure 60 cmake -G Ninja -S . -B "$build" -DCMAKE_BUILD_TYPE=RelWithDebInfo \
