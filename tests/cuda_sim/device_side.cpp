@@ -457,28 +457,65 @@ static void *guarded_area(size_t size_bytes)
 
 #define SHARED_AREA_BYTES (256 * 1024)
 
-/* One for each thread of the processor, kept until the process ends. */
+static void block_free(void *context)
+{
+    block *b = (block *)context;
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+
+    for (uint32_t i = 0; i < THREADS_MAX; i++) {
+        if (b->threads[i].own.stack != nullptr) {
+            fiber_finish(&b->threads[i].own);
+        }
+    }
+    if (munmap(b->shared_area - page, b->shared_area_bytes + 2 * page) != 0) {
+        abort();
+    }
+    free(b->threads);
+    free(b);
+}
+
+static pthread_key_t block_key;
+
+static void block_key_make(void)
+{
+    if (pthread_key_create(&block_key, block_free) != 0) {
+        abort();
+    }
+}
+
+/* The stack that fibers leave and come back to. */
+static void main_fiber_init(fiber *main)
+{
+    pthread_attr_t attributes;
+    void *stack = nullptr;
+
+    if (pthread_getattr_np(pthread_self(), &attributes) != 0 ||
+        pthread_attr_getstack(&attributes, &stack, &main->stack_bytes) != 0) {
+        abort();
+    }
+    main->stack = (uint8_t *)stack;
+    (void)pthread_attr_destroy(&attributes);
+}
+
+/* One for each thread of the processor, until that ends. */
 static block *block_of_thread(void)
 {
-    static thread_local block *mine;
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
 
+    if (pthread_once(&once, block_key_make) != 0) {
+        abort();
+    }
+    block *mine = (block *)pthread_getspecific(block_key);
     if (mine == nullptr) {
         mine = (block *)calloc(1, sizeof(block));
         thread *threads = (thread *)calloc(THREADS_MAX, sizeof(thread));
-        if (mine == nullptr || threads == nullptr) {
+        if (mine == nullptr || threads == nullptr || pthread_setspecific(block_key, mine) != 0) {
             abort();
         }
         mine->threads = threads;
         mine->shared_area = (uint8_t *)guarded_area(SHARED_AREA_BYTES);
         mine->shared_area_bytes = SHARED_AREA_BYTES;
-        pthread_attr_t attributes;
-        void *stack = nullptr;
-        if (pthread_getattr_np(pthread_self(), &attributes) != 0 ||
-            pthread_attr_getstack(&attributes, &stack, &mine->main.stack_bytes) != 0) {
-            abort();
-        }
-        mine->main.stack = (uint8_t *)stack;
-        (void)pthread_attr_destroy(&attributes);
+        main_fiber_init(&mine->main);
     }
     return mine;
 }

@@ -17,8 +17,10 @@ struct fiber {
     void *shadow;       /* the address sanitizer's, while another runs */
 };
 
-/* A stack, kept until the process ends. */
+/* Makes its stack. */
 void fiber_init(fiber *self, size_t stack_bytes);
+/* Not while it runs. */
+void fiber_finish(fiber *self);
 
 /* The next switch to it calls `entry`, which never returns, but switches away when it is done. */
 void fiber_begin(fiber *self, void (*entry)(void));

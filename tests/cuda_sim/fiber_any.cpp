@@ -26,6 +26,13 @@ void fiber_init(fiber *self, size_t stack_bytes)
     stack_make(self, stack_bytes);
 }
 
+void fiber_finish(fiber *self)
+{
+    stack_free(self);
+    free(self->context);
+    self->context = nullptr;
+}
+
 void fiber_begin(fiber *self, void (*entry)(void))
 {
     ucontext_t *context = context_of(self);

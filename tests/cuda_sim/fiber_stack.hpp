@@ -36,4 +36,14 @@ static inline void stack_make(fiber *self, size_t stack_bytes)
     self->stack_bytes = stack_bytes;
 }
 
+static inline void stack_free(fiber *self)
+{
+    size_t guard = (size_t)sysconf(_SC_PAGESIZE);
+
+    if (munmap(self->stack - guard, guard + self->stack_bytes) != 0) {
+        abort();
+    }
+    self->stack = nullptr;
+}
+
 } // namespace kvk_sim

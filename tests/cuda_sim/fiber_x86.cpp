@@ -38,6 +38,11 @@ void fiber_init(fiber *self, size_t stack_bytes)
     stack_make(self, stack_bytes);
 }
 
+void fiber_finish(fiber *self)
+{
+    stack_free(self);
+}
+
 void fiber_begin(fiber *self, void (*entry)(void))
 {
     void **top = (void **)(self->stack + self->stack_bytes);
