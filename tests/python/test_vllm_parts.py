@@ -352,6 +352,34 @@ def sequences(client):
                                           metadata=client.metadata).sequences)
 
 
+def resident(address):
+    """Bytes of the mapping at an address that this process need not fault in."""
+    inside = False
+    with open("/proc/self/smaps", encoding="ascii") as file:
+        for line in file:
+            words = line.split()
+            if "-" in words[0] and not words[0].endswith(":"):
+                begin, end = (int(part, 16) for part in words[0].split("-"))
+                inside = begin <= address < end
+            elif inside and words[0] == "Rss:":
+                return int(words[1]) * 1024
+    raise AssertionError(address)
+
+
+def test_slots_are_mapped_ahead(start):
+    with kvkeep.connect(start(TIERS.format(4096)).target) as client, client.session() as session:
+        space = client.open_space(kvkeep.Identity(model="m"), [kvkeep.LayerGroup(
+            layers=8, kv_heads=8, head_size_k=64)], block_tokens=16)
+        memory = session.map_slots(space, tier=kvkeep.Tier.HOST)
+        with session.open_sequence(space, words(1, 32)) as sequence:
+            row = sequence.blocks()[1]
+            place = memory.slot(row.slot)
+            before = resident(place.ctypes.data)
+            memory.populate(row.slot)
+            assert resident(place.ctypes.data) >= before + place.size // 4096 * 4096
+            place[:] = 7
+
+
 def test_two_engines_share_byte_for_byte(start, tiny):
     daemon = start(TIERS.format(1024))
     one, two = tiny(daemon), tiny(daemon)

@@ -65,10 +65,14 @@ def cost_on_a_miss(plain, kept, rounds):
         assert counts["counts"]["hit_tokens"] == 0
         shares.append({"scheduler": counts["own_ns"][0] / counts["step_ns"],
                        "worker": counts["own_ns"][1] / counts["step_ns"],
+                       "both, of the processor's time":
+                       sum(counts["own_cpu_ns"]) / counts["step_cpu_ns"],
                        "steps": counts["steps"], "step_ms": counts["step_ns"] / counts["steps"] / 1e6})
     return {"rounds": shares,
             "own share of the step": statistics.median(
                 [one["scheduler"] + one["worker"] for one in shares]),
+            "own share of the step's processor time": statistics.median(
+                [one["both, of the processor's time"] for one in shares]),
             "throughput with / without": statistics.median(
                 [a / b for a, b in zip(seconds["without"], seconds["with"])]), "seconds": seconds}
 

@@ -45,6 +45,7 @@ class Engine:
         core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
         self.core = core
         self.step_ns = []
+        self.step_cpu_ns = 0
         if core is not None:
             self._watch(core)
         self.half = self.rank = None
@@ -53,16 +54,37 @@ class Engine:
 
             self.half = core.scheduler.connector
             self.rank = get_kv_transfer_group()
+            self.cpu_ns = [0, 0]
+            for i, (half, names) in enumerate((
+                    (self.half, ("get_num_new_matched_tokens", "update_state_after_alloc",
+                                 "build_connector_meta", "update_connector_output",
+                                 "request_finished")),
+                    (self.rank, ("handle_preemptions", "start_load_kv", "wait_for_save",
+                                 "get_finished", "build_connector_worker_meta")))):
+                for name in names:
+                    setattr(half, name, self._counted(i, getattr(half, name)))
+
+    def _counted(self, i, method):
+        """Processor time of a call: what others do on the same processor is not in it."""
+        def run(*arguments, **named):
+            begin = time.thread_time_ns()
+            try:
+                return method(*arguments, **named)
+            finally:
+                self.cpu_ns[i] += time.thread_time_ns() - begin
+
+        return run
 
     def _watch(self, core):
-        """The time of every step that computes something."""
+        """The time of every step that computes something, by the clock and of the processor."""
         step = core.step_fn
 
         def watched():
-            begin = time.perf_counter_ns()
+            begin, begin_cpu = time.perf_counter_ns(), time.thread_time_ns()
             result = step()
             if result[1]:
                 self.step_ns.append(time.perf_counter_ns() - begin)
+                self.step_cpu_ns += time.thread_time_ns() - begin_cpu
             return result
 
         core.step_fn = watched
@@ -96,7 +118,7 @@ class Engine:
         """The connector's counters, and the time of it and of the steps."""
         return {"counts": self.half.scheduler.counted(), "connected": self.half.scheduler.connected,
                 "own_ns": [self.half.own_ns, self.rank.own_ns], "step_ns": sum(self.step_ns),
-                "steps": len(self.step_ns)}
+                "own_cpu_ns": self.cpu_ns, "step_cpu_ns": self.step_cpu_ns, "steps": len(self.step_ns)}
 
     def reset(self, connector=False):
         return {"reset": self.llm.reset_prefix_cache(reset_connector=connector)}
@@ -137,6 +159,8 @@ class Engine:
 
     def step_begin(self):
         self.step_ns.clear()
+        self.step_cpu_ns = 0
+        self.cpu_ns[:] = [0, 0]
         self.half.own_ns = self.rank.own_ns = 0
         return {}
 

@@ -1,7 +1,7 @@
 """The connector's half in a rank: copies between vLLM's paged cache and kvkeep's mapped slots.
 
 Loads run on a thread of their own between steps, so that other requests' steps go on. Saves run
-when a step's forward is done, before vLLM can give the blocks to another request. A copy that cannot
+on vLLM's when a step's forward is done, before vLLM can give the blocks to another request. A copy that cannot
 be made is reported: a load as failed blocks, which vLLM computes; a save as not done, and then the
 scheduler's half does not seal it. A rank seals nothing itself: a block becomes visible when all of
 them have reported it.
@@ -82,6 +82,7 @@ class WorkerSide:
         self._wanted: Endpoint | None = None
         self._join_again = math.inf  # when to try again, where a try has failed
         self._lock = threading.Lock()
+        self._ahead: set[int] = set()  # saves whose slots may be mapped while the forward runs
         self._report = Report()
         self._received: set[str] = set()
         self._sent: set[str] = set()
@@ -104,6 +105,10 @@ class WorkerSide:
         for copy in orders.early_saves:
             self._save(copy)
         orders.spaces, orders.early_saves = (), []
+        for copy in orders.saves:
+            if copy.order not in self._ahead:
+                self._ahead.add(copy.order)
+                self._work.put(("ahead", copy))
 
     def start_loads(self, orders: Orders) -> None:
         for copy in orders.loads:
@@ -164,6 +169,7 @@ class WorkerSide:
             except Exception as error:  # whatever it is, vLLM goes on
                 logger.warning("kvkeep: a save was left out: %s", error)
         with self._lock:
+            self._ahead.discard(copy.order)
             self._report.done[copy.order] = (well, 1)
             if copy.last:
                 self._sent.add(copy.request_id)
@@ -238,6 +244,9 @@ class WorkerSide:
                 if kind == "join":
                     assert isinstance(what, Endpoint)
                     self._join(what)
+                elif kind == "ahead":
+                    assert isinstance(what, Copy)
+                    self._populate(what)
                 elif kind == "map":
                     assert isinstance(what, Space)
                     self._map(what)
@@ -259,6 +268,18 @@ class WorkerSide:
             return
         with self._lock:
             self._report.joined[endpoint.epoch] = 1
+
+    def _populate(self, copy: Copy) -> None:
+        """Map the slots that this step's save will write: most of what a first write costs, and
+        here it is nobody's step."""
+        link = self._alive(copy.epoch)
+        if link is None:
+            return
+        for tier, slot, _ in copy.rows:
+            for group in range(len(copy.space.groups)):
+                if copy.order not in self._ahead:
+                    return  # it is saved: the slot is no longer this process's to write
+                link.memory(copy.space, tier, group).populate(slot)
 
     def _map(self, space: Space) -> None:
         link = self._link
