@@ -55,7 +55,8 @@ if [[ $simulated == no ]]; then
         exit 77
     fi
     cat "$logs/gpus.log"
-    architecture=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d '. ')
+    architecture=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader |
+        head -n 1 | tr -d '. ')
     nvidia-smi --query-gpu=name,driver_version,memory.total,pcie.link.gen.current,ecc.mode.current \
         --format=csv >"$logs/gpu.csv" 2>&1
 fi
