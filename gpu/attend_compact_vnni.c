@@ -8,7 +8,8 @@
  *     weights   to 8 bits of the largest of a tile, times their tokens' scales (int8_32: a
  * group's); so scales that are negative, which no scale is, would count as 0
  *
- * fp8 goes the way of plain AVX-512, and so does all that is not of K and V.
+ * fp8 has a way of its own (gpu/attend_compact_fp8.c), or that of plain AVX-512, as has all that is
+ * not of K and V.
  */
 #include "gpu/attend_kernel.h"
 
@@ -51,6 +52,13 @@ static bool vnni_available(void)
 static bool is_whole(enum kvk_format format)
 {
     return format == KVK_FORMAT_INT8_CHANNEL || format == KVK_FORMAT_INT8_32;
+}
+
+/* Where fp8 goes. */
+static const struct kvk_attend_kernel *other(void)
+{
+    return kvk_attend_compact_fp8.available() ? &kvk_attend_compact_fp8
+                                              : &kvk_attend_compact_avx512;
 }
 
 /* ---- Whole numbers ---- */
@@ -102,8 +110,10 @@ static size_t vnni_packed_bytes(const struct kvk_attend *attend)
     if (attend->format_k == KVK_FORMAT_INT8_32) {
         return HEADER_BYTES + values * sizeof(int16_t);
     }
-    size_t plain = kvk_attend_compact_avx512.packed_bytes(attend);
-    return is_whole(attend->format_k) ? HEADER_BYTES + plain : plain;
+    if (!is_whole(attend->format_k)) {
+        return other()->packed_bytes(attend);
+    }
+    return HEADER_BYTES + kvk_attend_compact_avx512.packed_bytes(attend);
 }
 
 /* Every other four of STEP_VALUES values, then those between. */
@@ -123,7 +133,7 @@ static void vnni_pack(const struct kvk_attend *attend, const uint8_t *query, uin
     lanes largest = lanes_set(0);
 
     if (!is_whole(attend->format_k)) {
-        kvk_attend_compact_avx512.pack(attend, query, packed);
+        other()->pack(attend, query, packed);
         return;
     }
     kvk_attend_compact_avx512.pack(attend, query, (uint8_t *)wide);
@@ -342,8 +352,10 @@ static float channels_largest(const uint8_t *scales, size_t head_size)
     return value;
 }
 
+/* [row][pad(head_size)]: close together, so that no two rows look alike to a processor that
+ * compares the low bits of addresses. */
 struct whole_rows {
-    _Alignas(64) int16_t values[BLOCK_ROWS_MAX][KVK_HEAD_SIZE_MAX];
+    _Alignas(64) int16_t values[BLOCK_ROWS_MAX * KVK_HEAD_SIZE_MAX];
 };
 
 /* Queries with the scales of a block's channels, as whole numbers: the largest scale is one. */
@@ -353,6 +365,7 @@ INLINE void rows_scale(const struct kvk_attend_rows *rows, uint32_t row, uint32_
 {
     /* Past half the range of exponents a share of the largest is no number, or not to be seen. */
     lanes share = lanes_set(largest > 0 ? 1 / largest : largest);
+    size_t stride = kvk_attend_pad(head_size);
 
     for (size_t i = 0; i < head_size; i += STEP_VALUES) {
         __mmask32 mask = (__mmask32)((UINT64_C(1) << step_count(head_size, i)) - 1);
@@ -365,7 +378,7 @@ INLINE void rows_scale(const struct kvk_attend_rows *rows, uint32_t row, uint32_
             const uint8_t *q = row_packed(rows, row + r) + HEADER_BYTES + i * sizeof(float);
             __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(q), low));
             __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(q + 64), high));
-            _mm512_store_si512(whole->values[r] + i, _mm512_packs_epi32(a, b));
+            _mm512_store_si512(whole->values + r * stride + i, _mm512_packs_epi32(a, b));
         }
     }
     for (uint32_t r = 0; r < row_count; r++) {
@@ -385,7 +398,7 @@ INLINE void score_rows(enum kvk_format format, const struct kvk_attend *attend,
 
     scores += row * KVK_ATTEND_TILE_TOKENS;
     for (uint32_t i = 0; i < row_count; i++) {
-        q[i] = whole.values[i];
+        q[i] = whole.values + i * kvk_attend_pad(attend->head_size_k);
         if (format == KVK_FORMAT_INT8_32) {
             const uint8_t *packed = row_packed(rows, row + i);
             q[i] = (const int16_t *)(const void *)(packed + HEADER_BYTES);
@@ -442,7 +455,7 @@ static void vnni_score(const struct kvk_attend *attend, const struct kvk_attend_
     } else if (attend->format_k == KVK_FORMAT_INT8_32) {
         score_format(KVK_FORMAT_INT8_32, attend, rows, tokens, fetch, scores);
     } else {
-        kvk_attend_compact_avx512.score(attend, rows, tokens, fetch, scores);
+        other()->score(attend, rows, tokens, fetch, scores);
     }
 }
 
@@ -616,7 +629,7 @@ static void vnni_weigh(const struct kvk_attend *attend, const struct kvk_attend_
     struct whole_weights whole;
 
     if (!is_whole(format)) {
-        kvk_attend_compact_avx512.weigh(attend, rows, tokens, fetch, weights);
+        other()->weigh(attend, rows, tokens, fetch, weights);
         return;
     }
     for (size_t i = 0; i < head_size; i += STEP_VALUES) {
@@ -639,7 +652,11 @@ static void vnni_weigh(const struct kvk_attend *attend, const struct kvk_attend_
 static void vnni_finish(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
                         uint32_t row, float *output, float *lse)
 {
-    kvk_attend_avx512.finish(attend, rows, row, output, lse);
+    if (is_whole(attend->format_k)) {
+        kvk_attend_avx512.finish(attend, rows, row, output, lse);
+    } else {
+        other()->finish(attend, rows, row, output, lse);
+    }
 }
 
 const struct kvk_attend_kernel kvk_attend_compact_vnni = {

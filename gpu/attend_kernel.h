@@ -158,7 +158,8 @@ extern const struct kvk_attend_kernel kvk_attend_avx512_bf16;
 extern const struct kvk_attend_kernel kvk_attend_compact_plain;
 extern const struct kvk_attend_kernel kvk_attend_compact_avx2;
 extern const struct kvk_attend_kernel kvk_attend_compact_avx512;
-extern const struct kvk_attend_kernel kvk_attend_compact_vnni;
+extern const struct kvk_attend_kernel kvk_attend_compact_vnni; /* fp8: as the next */
+extern const struct kvk_attend_kernel kvk_attend_compact_fp8;  /* and for fp8 alone */
 
 /* Those that this build has, best first, NULL at the end. */
 extern const struct kvk_attend_kernel *const kvk_attend_kernels[];
