@@ -143,7 +143,8 @@ void kvk_tables_add(const struct kvk_cache *cache, struct kvk_tables *tables, ui
 /* ---- sequence_seal.c ---- */
 
 /* KVK_INVALID: block `number` of its sequence, that is about to be sealed and that the sequence
- * holds where it is, has a scale that is negative or not finite. Drops the lock unless told not to. */
+ * holds where it is, has a scale that is negative or not finite. Drops the lock unless told not to.
+ */
 KVK_CHECKED enum kvk_status kvk_block_scales_check_drops(struct kvk_cache *cache, uint32_t id,
                                                          uint64_t number, bool keep_lock,
                                                          struct kvk_error *error);
