@@ -38,6 +38,8 @@ struct region_cuda {
     uint64_t piece_count;
     struct slab *slabs; /* [slab_count], ours; windows.lock */
     uint32_t slab_count, slab_capacity;
+    bool backing; /* a call makes slabs, without the lock: two must not make the same one */
+    pthread_cond_t backed; /* that call is over */
     _Atomic uint64_t backed_bytes;
 };
 
@@ -358,7 +360,28 @@ static bool slab_remember(struct region_cuda *own, const struct slab *slab)
     return true;
 }
 
-/* Pieces [first, first + count), none of which is backed, nor being backed by another call. */
+/* One call at a time: where several want the same place, all but the first find it backed. */
+static void backing_begin(struct kvk_region *region)
+{
+    struct region_cuda *own = region_of(region);
+    (void)pthread_mutex_lock(&region->windows->lock);
+    while (own->backing) {
+        (void)pthread_cond_wait(&own->backed, &region->windows->lock);
+    }
+    own->backing = true;
+    (void)pthread_mutex_unlock(&region->windows->lock);
+}
+
+static void backing_end(struct kvk_region *region)
+{
+    struct region_cuda *own = region_of(region);
+    (void)pthread_mutex_lock(&region->windows->lock);
+    own->backing = false;
+    (void)pthread_cond_broadcast(&own->backed);
+    (void)pthread_mutex_unlock(&region->windows->lock);
+}
+
+/* Pieces [first, first + count), none of which is backed. */
 static enum kvk_status slab_make(struct kvk_device_cuda *cuda, struct kvk_region *region,
                                  uint64_t first, uint64_t count, struct kvk_error *error)
 {
@@ -417,6 +440,7 @@ static void region_end(struct kvk_device_cuda *cuda, struct kvk_region *region)
         free(region->windows);
     }
     table_close(own);
+    (void)pthread_cond_destroy(&own->backed);
     free(own->slabs);
     free(own);
     *region = (struct kvk_region){.fd = -1};
@@ -440,6 +464,7 @@ enum kvk_status kvk_cuda_alloc_at(struct kvk_device *device, uint32_t place, uin
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for a region");
     }
     own->export.fd = -1;
+    (void)pthread_cond_init(&own->backed, NULL);
     own->gpu = &cuda->gpus[place % cuda->gpu_count];
     own->piece_bytes = piece_bytes == 0 ? size_bytes : piece_bytes;
     own->piece_count = (size_bytes + own->piece_bytes - 1) / own->piece_bytes;
@@ -512,6 +537,7 @@ enum kvk_status kvk_cuda_back(struct kvk_device *device, struct kvk_region *regi
     if (region->windows != NULL && size_bytes > 0) {
         uint64_t at = offset / own->piece_bytes;
         uint64_t end = (offset + size_bytes + own->piece_bytes - 1) / own->piece_bytes;
+        backing_begin(region);
         while (at < end && status == KVK_OK) {
             uint64_t stop = at;
             while (stop < end && atomic_load(&region->windows->addresses[stop]) == NULL) {
@@ -522,6 +548,7 @@ enum kvk_status kvk_cuda_back(struct kvk_device *device, struct kvk_region *regi
             }
             at = stop + 1;
         }
+        backing_end(region);
     }
     return status;
 }

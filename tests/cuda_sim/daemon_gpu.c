@@ -18,6 +18,7 @@ static struct shared {
     char model[32];
     uint64_t tokens;
     uint32_t first; /* token */
+    uint32_t other_first;
     uint32_t on_device, on_host;
     uint64_t hit;
     enum kvk_status status;
@@ -193,6 +194,18 @@ static void scribbles(void *argument)
     gpu_copy(gpu_block(2) + 77, &byte, 1);
 }
 
+/* Most of the device tier written anew. */
+static void overwrites(void *argument)
+{
+    (void)argument;
+    const struct kvkeep_open_options options = {0};
+    prompt_set(&prompt, shared->other_first, 1200);
+    worker_open_sequence(&prompt, &options, &sequence);
+    gpu_write(sequence.grant_first, prompt.count);
+    worker_seal(&sequence, prompt.count);
+    worker_close_sequence(&sequence);
+}
+
 static void closes(void *argument)
 {
     (void)argument;
@@ -267,6 +280,30 @@ static void a_killed_worker(void)
     must(&worker, verifies, KVK_OK);
     must(&worker, closes, KVK_OK);
     agent_finish(&worker);
+}
+
+/* While one sequence's bytes are still on their way out, others write over all that is free. */
+static void slots_reused(void)
+{
+    struct agent worker;
+    struct agent other;
+    phase("swapped out while others write over every slot that comes free");
+    start(&worker, "reuse");
+    start(&other, "overwrites");
+    open_tokens(&worker, 1, TOKENS);
+    must(&worker, fills, KVK_OK);
+    for (uint32_t round = 0; round < 12; round++) {
+        shared->other_first = 100000 + round * 10000;
+        agent_begin(&other, overwrites, NULL);
+        must(&worker, swaps_out, KVK_OK);
+        agent_end(&other);
+        must(&worker, verifies_on_host, KVK_OK);
+        must(&worker, swaps_in, KVK_OK);
+        must(&worker, verifies, KVK_OK);
+    }
+    must(&worker, closes, KVK_OK);
+    agent_finish(&worker);
+    agent_finish(&other);
 }
 
 /* Where the daemon gave memory on that a living process has open, the simulator would end it. */
@@ -381,6 +418,7 @@ int main(void)
     memcpy(shared->target, daemon.target, sizeof(shared->target));
     a_workers_life();
     a_killed_worker();
+    slots_reused();
     slabs_that_are_lent(&daemon);
     a_gpu_without_memory(fault_path);
     a_gpu_that_is_lost(&daemon, fault_path);

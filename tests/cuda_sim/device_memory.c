@@ -1,4 +1,5 @@
 /* The CUDA device on the simulator: opening, slabs, and what other processes are told of them. */
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include "base/slab_table.h"
@@ -98,6 +99,34 @@ Test(cuda_memory, backing_further_moves_nothing)
     cr_assert_eq(device->ops->punch(device, &region, 0, 2 * 4096, &error), KVK_OK);
     cr_assert_eq(kvk_region_at(&region, 0), first);
     device->ops->free(device, &region);
+}
+
+static void *back_run(void *argument)
+{
+    struct kvk_error error;
+    return device->ops->back(device, argument, 8 * 4096, 8 * 4096, &error) == KVK_OK ? NULL
+                                                                                     : argument;
+}
+
+/* Several calls that want room in the same place make one slab: a second one would be what the
+ * daemon uses, while other processes have the first. */
+Test(cuda_memory, a_place_is_backed_once_whoever_asks)
+{
+    for (int round = 0; round < 20; round++) {
+        struct kvk_region region = region_make(device, 4096, 64, 0);
+        pthread_t threads[4];
+        void *failed[4];
+        for (int i = 0; i < 4; i++) {
+            cr_assert_eq(pthread_create(&threads[i], NULL, back_run, &region), 0);
+        }
+        for (int i = 0; i < 4; i++) {
+            (void)pthread_join(threads[i], &failed[i]);
+            cr_assert_null(failed[i]);
+        }
+        cr_assert_eq(device->ops->backed_bytes(device, &region), 8 * 4096);
+        cr_assert_eq(kvk_sim_device_bytes(), 2 * MIB, "a slab is a unit of 2 MiB");
+        device->ops->free(device, &region);
+    }
 }
 
 Test(cuda_memory, regions_are_dealt_out_to_the_gpus)
