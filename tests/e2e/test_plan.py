@@ -109,6 +109,22 @@ def test_k3_scales_cost_bytes_too(folder):
                "--budget", "1GiB") == answer
 
 
+@pytest.mark.parametrize("form,block_bytes,value_bytes", [
+    ("int8_32", 32 * 2 * 8 * 16 * 136, 1.0625),
+    ("int8_channel", 32 * (16384 + 2048 + 16384 + 256), 1.0703125),
+    ("fp8_e4m3", 32 * 2 * (16384 + 32), 1.001953125),
+])
+def test_the_daemons_own_formats_are_counted_with_their_scales(folder, form, block_bytes,
+                                                                value_bytes):
+    answer = run(folder, None, *FLAGS, "--format", form, "--budget", "1GiB")
+    assert answer["block_bytes_per_rank"] == block_bytes
+    assert answer["bytes_per_value"] == pytest.approx(value_bytes, abs=1e-6)
+    assert answer["blocks"] == (1 << 30) // block_bytes
+    if form == "int8_32":
+        odd = ["--layers", 32, "--kv-heads", 8, "--head-size", 80, "--format", form]
+        assert "multiple of 32" in run(folder, None, *odd, "--budget", "1GiB", code=1)
+
+
 def test_windows_of_every_other_layer(folder):
     full, window = run(folder, GEMMA2_9B, "--lengths", 8192)["layers"]
     assert (full["kind"], full["layers"], full["tokens"]) == ("full", 21, 8192)
