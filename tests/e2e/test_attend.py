@@ -210,6 +210,8 @@ def test_bad_operands_are_named(worker):
                            (dict(sink_logits=[0.5] * 3), "sink_logits"),
                            (dict(sink_logits=[0, math.inf, 0, 0]), "sink_logits[1]"),
                            (dict(format=0), "format"), (dict(format=77), "format"),
+                           (dict(format=4), "format"),
+                           (dict(format=6), "format"),
                            (dict(query_heads=0), "query_heads"),
                            (dict(query_heads=2**32 - 1), "query_heads"),
                            (dict(sinks=1), "sinks"),
