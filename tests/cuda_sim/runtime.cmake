@@ -22,12 +22,15 @@ endif()
 foreach(stem runtime_faults device_memory device_copy device_failures)
     if(EXISTS ${CMAKE_CURRENT_LIST_DIR}/${stem}.c)
         kvk_criterion_test(${CMAKE_CURRENT_LIST_DIR}/${stem}.c LINK kvk_cuda_sim)
+        # By the C compiler, which has the sanitizers' flags.
+        set_target_properties(test_cuda_sim_${stem} PROPERTIES LINKER_LANGUAGE C)
     endif()
 endforeach()
 
 # kvkeepd as it is, on simulated GPUs.
 kvk_program(kvkeepd_sim SOURCES ${CMAKE_SOURCE_DIR}/daemon/main.c
             ${CMAKE_SOURCE_DIR}/daemon/devices.c LINK kvk_server kvk_cuda_sim)
+set_target_properties(kvkeepd_sim PROPERTIES LINKER_LANGUAGE C)
 
 kvk_program(test_cuda_sim_daemon_gpu SOURCES ${CMAKE_CURRENT_LIST_DIR}/daemon_gpu.c
             LINK kvk_client kvk_proto kvk_cuda_sim_runtime kvk_base)
