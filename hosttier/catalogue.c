@@ -492,7 +492,11 @@ enum kvk_status kvk_catalogue_open_format(const struct kvk_catalogue_options *op
 enum kvk_status kvk_catalogue_open(const struct kvk_catalogue_options *options,
                                    struct kvk_catalogue **catalogue, struct kvk_error *error)
 {
-    return kvk_catalogue_open_format(options, KVK_CATALOGUE_FORMAT, NULL, 0, catalogue, error);
+    static const struct kvk_catalogue_migration steps[] = {
+        {.from = 1, .run = kvk_catalogue_spaces_migrate_1},
+    };
+    return kvk_catalogue_open_format(options, KVK_CATALOGUE_FORMAT, steps,
+                                     sizeof(steps) / sizeof(steps[0]), catalogue, error);
 }
 
 void kvk_catalogue_close(struct kvk_catalogue *catalogue)

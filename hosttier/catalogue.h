@@ -134,6 +134,7 @@ struct kvk_space_record {
     size_t identity_size;
     const uint8_t *shape; /* the engine's own versioned bytes: groups' geometry, prefill cost… */
     size_t shape_size;
+    uint8_t mode; /* enum kvk_tenant_mode: the stricter of it and the tenant's holds */
 };
 
 KVK_CHECKED enum kvk_status kvk_catalogue_put_space(struct kvk_catalogue *catalogue,

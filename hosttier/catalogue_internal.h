@@ -15,7 +15,7 @@
 #include "base/lock.h"
 #include "hosttier/catalogue_records.h"
 
-#define KVK_CATALOGUE_FORMAT 1 /* of the whole; a catalogue of another is migrated or refused */
+#define KVK_CATALOGUE_FORMAT 2 /* of the whole; a catalogue of another is migrated or refused */
 
 enum kvk_catalogue_table {
     KVK_CATALOGUE_META,
@@ -176,6 +176,12 @@ KVK_CHECKED enum kvk_status kvk_catalogue_probe(struct kvk_catalogue *catalogue,
                                                 struct kvk_error *error);
 
 /* ---- Spaces: catalogue_spaces.c ---- */
+
+/* From format 1 to 2: spaces have a mode, which is "on" for all that there are. A damaged record
+ * stays as it is, and is known as such by whoever reads it. */
+KVK_CHECKED enum kvk_status
+kvk_catalogue_spaces_migrate_1(struct kvk_catalogue_transaction *transaction,
+                               struct kvk_error *error);
 
 /* Remove block records from the first of `space_id` on, at most `count`; `more`: there are others.
  * In a write transaction. */

@@ -67,14 +67,22 @@ struct stored_credential {
 };
 _Static_assert(sizeof(struct stored_credential) == 24, "stored");
 
-struct stored_space {
+struct stored_space_1 {
     struct stored_header header;
     uint8_t tenant_id[8];
     uint8_t identity_size[4];
     uint8_t shape_size[4];
     /* identity, shape; the id is the key */
 };
-_Static_assert(sizeof(struct stored_space) == 32, "stored");
+_Static_assert(sizeof(struct stored_space_1) == 32, "stored");
+
+struct stored_space {
+    struct stored_space_1 space;
+    uint8_t mode;
+    uint8_t zero[7];
+    /* identity, shape; the id is the key */
+};
+_Static_assert(sizeof(struct stored_space) == 40, "stored");
 
 struct stored_number {
     struct stored_header header;
@@ -181,27 +189,37 @@ static enum kvk_status record_alloc(size_t size, struct kvk_record_bytes *bytes)
     return bytes->data == NULL ? KVK_EXHAUSTED : KVK_OK;
 }
 
+static uint16_t version_of(enum kvk_record_kind kind)
+{
+    return kind == KVK_RECORD_SPACE ? KVK_RECORD_SPACE_VERSION : KVK_RECORD_VERSION;
+}
+
 static void record_seal(enum kvk_record_kind kind, const struct kvk_record_key *key,
                         struct kvk_record_bytes *bytes)
 {
     struct stored_header *header = (struct stored_header *)(void *)bytes->data;
     header->kind = (uint8_t)kind;
-    kvk_store_le16(header->version, KVK_RECORD_VERSION);
+    kvk_store_le16(header->version, version_of(kind));
     kvk_store_le32(header->size, (uint32_t)bytes->size);
     kvk_store_le64(header->checksum,
                    record_checksum(key->bytes, key->size, bytes->data, bytes->size));
 }
 
-/* Is it whole, and of this kind and at least this size? */
-static bool record_is_whole(enum kvk_record_kind kind, const void *key, size_t key_size,
-                            const void *data, size_t size, size_t size_min)
+/* Is it whole, and of this kind and version and at least this size? */
+static bool record_has_version(enum kvk_record_kind kind, uint16_t version, const void *key,
+                               size_t key_size, const void *data, size_t size, size_t size_min)
 {
     const struct stored_header *header = data;
     return key_size > 0 && key_size <= KVK_RECORD_KEY_MAX && size >= size_min &&
            size <= UINT32_MAX && header->kind == (uint8_t)kind && header->zero == 0 &&
-           kvk_load_le16(header->version) == KVK_RECORD_VERSION &&
-           kvk_load_le32(header->size) == size &&
+           kvk_load_le16(header->version) == version && kvk_load_le32(header->size) == size &&
            kvk_load_le64(header->checksum) == record_checksum(key, key_size, data, size);
+}
+
+static bool record_is_whole(enum kvk_record_kind kind, const void *key, size_t key_size,
+                            const void *data, size_t size, size_t size_min)
+{
+    return record_has_version(kind, version_of(kind), key, key_size, data, size, size_min);
 }
 
 static bool is_zero(const uint8_t *bytes, size_t size)
@@ -419,7 +437,7 @@ enum kvk_status kvk_record_write_space(const struct kvk_record_key *key,
 {
     if (record->tenant_id == 0 || record->identity_size == 0 ||
         record->identity_size > KVK_RECORD_IDENTITY_MAX ||
-        record->shape_size > KVK_RECORD_SHAPE_MAX) {
+        record->shape_size > KVK_RECORD_SHAPE_MAX || record->mode > KVK_TENANT_OFF) {
         return KVK_INVALID;
     }
     enum kvk_status status = record_alloc(
@@ -428,9 +446,10 @@ enum kvk_status kvk_record_write_space(const struct kvk_record_key *key,
         return status;
     }
     struct stored_space *stored = (struct stored_space *)(void *)bytes->data;
-    kvk_store_le64(stored->tenant_id, record->tenant_id);
-    kvk_store_le32(stored->identity_size, (uint32_t)record->identity_size);
-    kvk_store_le32(stored->shape_size, (uint32_t)record->shape_size);
+    kvk_store_le64(stored->space.tenant_id, record->tenant_id);
+    kvk_store_le32(stored->space.identity_size, (uint32_t)record->identity_size);
+    kvk_store_le32(stored->space.shape_size, (uint32_t)record->shape_size);
+    stored->mode = record->mode;
     uint8_t *at = bytes->data + sizeof(*stored);
     memcpy(at, record->identity, record->identity_size);
     if (record->shape_size > 0) {
@@ -440,29 +459,48 @@ enum kvk_status kvk_record_write_space(const struct kvk_record_key *key,
     return KVK_OK;
 }
 
+/* What both versions have in common; identity and shape begin `head_size` into the record. */
+static bool space_take(const void *key, const void *data, size_t size, size_t head_size,
+                       struct kvk_space_record *record)
+{
+    const struct stored_space_1 *stored = data;
+    *record = (struct kvk_space_record){
+        .id = load_be64(key),
+        .tenant_id = kvk_load_le64(stored->tenant_id),
+        .identity = (const uint8_t *)data + head_size,
+        .identity_size = kvk_load_le32(stored->identity_size),
+        .shape_size = kvk_load_le32(stored->shape_size),
+        .mode = KVK_TENANT_ON,
+    };
+    if (record->id == 0 || record->tenant_id == 0 || record->identity_size == 0 ||
+        record->identity_size > KVK_RECORD_IDENTITY_MAX ||
+        record->shape_size > KVK_RECORD_SHAPE_MAX ||
+        size != head_size + record->identity_size + record->shape_size) {
+        return false;
+    }
+    record->shape = record->identity + record->identity_size;
+    return true;
+}
+
 bool kvk_record_read_space(const void *key, size_t key_size, const void *data, size_t size,
                            struct kvk_space_record *record)
 {
     const struct stored_space *stored = data;
     if (!record_is_whole(KVK_RECORD_SPACE, key, key_size, data, size, sizeof(*stored)) ||
-        key_size != KVK_RECORD_ID_KEY_SIZE) {
+        key_size != KVK_RECORD_ID_KEY_SIZE ||
+        !space_take(key, data, size, sizeof(*stored), record)) {
         return false;
     }
-    *record = (struct kvk_space_record){
-        .id = load_be64(key),
-        .tenant_id = kvk_load_le64(stored->tenant_id),
-        .identity = (const uint8_t *)data + sizeof(*stored),
-        .identity_size = kvk_load_le32(stored->identity_size),
-        .shape_size = kvk_load_le32(stored->shape_size),
-    };
-    if (record->id == 0 || record->tenant_id == 0 || record->identity_size == 0 ||
-        record->identity_size > KVK_RECORD_IDENTITY_MAX ||
-        record->shape_size > KVK_RECORD_SHAPE_MAX ||
-        size != sizeof(*stored) + record->identity_size + record->shape_size) {
-        return false;
-    }
-    record->shape = record->identity + record->identity_size;
-    return true;
+    record->mode = stored->mode;
+    return record->mode <= KVK_TENANT_OFF && is_zero(stored->zero, sizeof(stored->zero));
+}
+
+bool kvk_record_read_space_1(const void *key, size_t key_size, const void *data, size_t size,
+                             struct kvk_space_record *record)
+{
+    const size_t head_size = sizeof(struct stored_space_1);
+    return record_has_version(KVK_RECORD_SPACE, 1, key, key_size, data, size, head_size) &&
+           key_size == KVK_RECORD_ID_KEY_SIZE && space_take(key, data, size, head_size, record);
 }
 
 /* ---- Numbers ---- */

@@ -15,7 +15,9 @@
 
 #include "hosttier/catalogue.h"
 
-#define KVK_RECORD_VERSION 1 /* of every kind, as written now */
+/* As written now: of spaces, which had no mode in version 1, and of all other kinds. */
+#define KVK_RECORD_SPACE_VERSION 2
+#define KVK_RECORD_VERSION 1
 
 /* Never renumber. */
 enum kvk_record_kind {
@@ -96,6 +98,9 @@ KVK_CHECKED bool kvk_record_read_credential(const void *key, size_t key_size, co
 /* Without the generation, which has a record of its own. */
 KVK_CHECKED bool kvk_record_read_space(const void *key, size_t key_size, const void *data,
                                        size_t size, struct kvk_space_record *record);
+/* As format 1 of the catalogue had it: its mode is "on". For migration alone. */
+KVK_CHECKED bool kvk_record_read_space_1(const void *key, size_t key_size, const void *data,
+                                         size_t size, struct kvk_space_record *record);
 KVK_CHECKED bool kvk_record_read_number(enum kvk_record_kind kind, const void *key, size_t key_size,
                                         const void *data, size_t size, uint64_t *number);
 

@@ -5,6 +5,7 @@
  * whose generation cannot be read is not given out at all, for an older one would bring back what
  * was invalidated.
  */
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -249,6 +250,48 @@ enum kvk_status kvk_catalogue_spaces(struct kvk_catalogue *catalogue,
     }
     kvk_catalogue_abort(&transaction);
     return code == MDB_NOTFOUND ? KVK_OK : kvk_catalogue_fail(catalogue, code, "reading", error);
+}
+
+/* ---- Migration ---- */
+
+/* The record under the cursor, which may be moved by writing. */
+static int space_migrate(MDB_cursor *cursor, MDB_val *found, const MDB_val *value)
+{
+    struct kvk_space_record record;
+    struct kvk_record_key key;
+    struct kvk_record_bytes bytes;
+    if (!kvk_record_read_space_1(found->mv_data, found->mv_size, value->mv_data, value->mv_size,
+                                 &record)) {
+        return 0;
+    }
+    kvk_record_key_id(record.id, &key);
+    if (kvk_record_write_space(&key, &record, &bytes) != KVK_OK) {
+        return ENOMEM;
+    }
+    MDB_val name = {.mv_size = key.size, .mv_data = key.bytes};
+    MDB_val written = {.mv_size = bytes.size, .mv_data = bytes.data};
+    int code = mdb_cursor_put(cursor, &name, &written, MDB_CURRENT);
+    free(bytes.data);
+    return code;
+}
+
+enum kvk_status kvk_catalogue_spaces_migrate_1(struct kvk_catalogue_transaction *transaction,
+                                               struct kvk_error *error)
+{
+    struct kvk_catalogue *catalogue = transaction->catalogue;
+    MDB_cursor *cursor;
+    int code =
+        mdb_cursor_open(transaction->handle, catalogue->tables[KVK_CATALOGUE_SPACES], &cursor);
+    if (code != 0) {
+        return kvk_catalogue_fail(catalogue, code, "migrating", error);
+    }
+    MDB_val found;
+    MDB_val value;
+    while ((code = mdb_cursor_get(cursor, &found, &value, MDB_NEXT)) == 0 &&
+           (code = space_migrate(cursor, &found, &value)) == 0) {
+    }
+    mdb_cursor_close(cursor);
+    return code == MDB_NOTFOUND ? KVK_OK : kvk_catalogue_fail(catalogue, code, "migrating", error);
 }
 
 /* ---- Blocks ---- */

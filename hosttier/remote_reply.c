@@ -1,0 +1,116 @@
+/*
+ * Replies as hiredis' reader makes them: a value that a FETCH waits for is proven where it lies in
+ * the reader's buffer and put where it belongs, without a copy in between; all else is a small
+ * bounded tree. A reply that is larger than any we ask for ends its connection.
+ */
+#include "hosttier/remote_internal.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* The one of a value that was seen already. */
+static struct kvk_remote_reply value_seen = {.type = REDIS_REPLY_STRING};
+
+static void *attach(const redisReadTask *task, struct kvk_remote_reply *reply)
+{
+    if (reply != NULL && task->parent != NULL) {
+        struct kvk_remote_reply *parent = task->parent->obj;
+        parent->elements[task->idx] = reply;
+    }
+    return reply;
+}
+
+static struct kvk_remote_reply *reply_create(const redisReadTask *task, const char *text,
+                                             size_t size)
+{
+    struct kvk_remote_reply *reply = calloc(1, sizeof(*reply) + size + 1);
+    if (reply != NULL) {
+        reply->type = task->type;
+        reply->size = size;
+        if (size > 0) {
+            memcpy(reply->text, text, size);
+        }
+    }
+    return reply;
+}
+
+static void *create_string(const redisReadTask *task, char *text, size_t size)
+{
+    struct kvk_remote_connection *connection = task->privdata;
+    struct kvk_remote_request *request = connection->sent.first;
+    bool value = task->parent == NULL && task->type == REDIS_REPLY_STRING && request != NULL &&
+                 request->kind == KVK_REMOTE_REQUEST_BLOCK;
+    if (value) {
+        request->decoded = true;
+        if (request->batch == NULL) {
+            request->result = KVK_REMOTE_DEADLINE;
+        } else if (size == 0) {
+            request->result = KVK_REMOTE_ABSENT; /* GETRANGE of nothing */
+        } else if (request->batch->operation == KVK_REMOTE_FETCH) {
+            const struct kvk_remote_block *block = &request->batch->blocks[request->block];
+            request->result = kvk_remote_value_decode(&request->want, connection->node->lane->crypt,
+                                                      (const uint8_t *)text, size, block->pieces,
+                                                      block->piece_count);
+        } else {
+            request->result = kvk_remote_header_check(&request->want, (const uint8_t *)text, size);
+        }
+        return &value_seen;
+    }
+    if (size > KVK_REMOTE_REPLY_TEXT_MAX) {
+        size = KVK_REMOTE_REPLY_TEXT_MAX;
+    }
+    return attach(task, reply_create(task, text, size));
+}
+
+static void *create_array(const redisReadTask *task, int count)
+{
+    if (count < 0 || (unsigned)count > KVK_REMOTE_REPLY_ELEMENTS_MAX) {
+        return NULL;
+    }
+    struct kvk_remote_reply *reply = reply_create(task, NULL, 0);
+    if (reply != NULL && count > 0) {
+        reply->elements = calloc((size_t)count, sizeof(struct kvk_remote_reply *));
+        if (reply->elements == NULL) {
+            free(reply);
+            return NULL;
+        }
+        reply->element_count = (size_t)count;
+    }
+    return attach(task, reply);
+}
+
+static void *create_integer(const redisReadTask *task, long long integer)
+{
+    struct kvk_remote_reply *reply = reply_create(task, NULL, 0);
+    if (reply != NULL) {
+        reply->integer = integer;
+    }
+    return attach(task, reply);
+}
+
+static void *create_nil(const redisReadTask *task)
+{
+    return attach(task, reply_create(task, NULL, 0));
+}
+
+/* The reader nests 7 deep at most, so this does not run away. */
+void kvk_remote_reply_free(void *reply) // NOLINT(misc-no-recursion)
+{
+    struct kvk_remote_reply *made = reply;
+    if (made == NULL || made == &value_seen) {
+        return;
+    }
+    for (size_t i = 0; i < made->element_count; i++) {
+        kvk_remote_reply_free(made->elements[i]);
+    }
+    free(made->elements);
+    free(made);
+}
+
+redisReplyObjectFunctions kvk_remote_reply_functions = {
+    .createString = create_string,
+    .createArray = create_array,
+    .createInteger = create_integer,
+    .createNil = create_nil,
+    .freeObject = kvk_remote_reply_free,
+};
