@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# kvkeep.transformers on the real Transformers: installs PyPI's torch, transformers and peft into a
+# virtual environment, and runs the tests of this folder against the real daemon. Some minutes on two
+# processors, and 5 GB of disk. Nothing is downloaded but packages: models are built from
+# configurations, with random weights.
+#
+#     tests/transformers/run.sh [pytest's arguments…]
+#     tests/transformers/run.sh bench [bench.py's arguments…]
+#
+# KVKEEPD             the daemon; else build/release/bin/kvkeepd or build/dev/bin/kvkeepd
+# TRANSFORMERS_VENV   where the environment is made, and found again; else build/transformers-venv
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+version=5.19.0
+venv=${TRANSFORMERS_VENV:-build/transformers-venv}
+if [[ ! -x "$venv/bin/python" ]]; then
+    python3 -m venv "$venv"
+    "$venv/bin/pip" install --quiet uv
+fi
+install() { "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "$@"; }
+if ! "$venv/bin/python" -c "import importlib.metadata as m; assert m.version('transformers') == '$version'" 2>/dev/null; then
+    install torch "transformers==$version" peft pytest grpcio-tools setuptools
+fi
+install --reinstall-package kvkeep ./client/python
+if [[ -z "${KVKEEPD:-}" ]]; then
+    for build in release dev; do
+        if [[ -x "build/$build/bin/kvkeepd" ]]; then
+            KVKEEPD=$PWD/build/$build/bin/kvkeepd
+            break
+        fi
+    done
+fi
+export KVKEEPD=${KVKEEPD:?no kvkeepd: build it, or name it}
+python=$(realpath -s "$venv/bin/python")
+cd tests/transformers
+if [[ "${1:-}" == bench ]]; then
+    shift
+    exec "$python" bench.py "$@"
+fi
+exec "$python" -m pytest -q -x -p no:cacheprovider "$@"
