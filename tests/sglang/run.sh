@@ -12,9 +12,11 @@ if [[ ! -x "$venv/bin/python" ]]; then
     "$venv/bin/pip" install --quiet uv
 fi
 install() { "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "$@"; }
-if ! "$venv/bin/python" -c "import importlib.metadata as m; assert m.version('sglang') == '$version'" 2>/dev/null; then
-    install torch==2.13.0 numpy orjson transformers triton psutil pyzmq requests fastapi pybase64 pillow \
-        msgspec uvicorn IPython aiohttp pytest
+installed=$("$venv/bin/uv" pip list --python "$venv/bin/python" 2>/dev/null |
+    sed -n 's/^sglang *//p' | tr -d ' ')
+if [[ "$installed" != "$version" ]]; then
+    install torch==2.13.0 numpy orjson transformers triton psutil pyzmq requests fastapi pybase64 \
+        pillow msgspec uvicorn IPython aiohttp pytest
     install --no-deps "sglang==$version"
 fi
 install --reinstall-package kvkeep ./client/python

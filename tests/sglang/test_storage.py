@@ -1,5 +1,5 @@
-"""kvkeep.sglang through SGLang's own factory and abstract class, over a real kvkeepd. The host pool is
-a stand-in with the calls that SGLang's has (page_first): its own needs a device."""
+"""kvkeep.sglang through SGLang's own factory and abstract class, over a real kvkeepd. The host pool
+is a stand-in with the calls that SGLang's has (page_first): its own needs a device."""
 
 import hashlib
 import os
@@ -136,7 +136,8 @@ def test_pages_come_back_byte_for_byte_in_batches(backend, chained):
     assert second.batch_exists(keys, info([])) == 8
     assert second.batch_exists(keys[6:], info(keys[:6])) == 2
     before = two.kv_buffer.clone()
-    assert second.batch_get_v1(keys[5:10], indices(20, 5), info(keys[:5])) == [True] * 3 + [False] * 2
+    found = second.batch_get_v1(keys[5:10], indices(20, 5), info(keys[:5]))
+    assert found == [True] * 3 + [False] * 2
     for i in range(3):
         assert torch.equal(two.page(20 + i), one.page(5 + i))
     two.kv_buffer[:, 80:92] = before[:, 80:92]

@@ -3,8 +3,8 @@
     KVKEEPD=… python bench.py [--layers 8] [--prompts 5] [--tokens 2048] [--json FILE]
 
 Two engines of the same model run side by side, one without kvkeep: they are asked in turn, so that
-what else the machine does falls on both. With LMCACHE_PYTHON naming an interpreter that has vLLM and
-LMCache, a third engine runs with LMCache in its memory tier.
+what else the machine does falls on both. With LMCACHE_PYTHON naming an interpreter that has vLLM
+and LMCache, a third engine runs with LMCache in its memory tier.
 """
 
 import argparse
@@ -67,7 +67,8 @@ def cost_on_a_miss(plain, kept, rounds):
                        "worker": counts["own_ns"][1] / counts["step_ns"],
                        "both, of the processor's time":
                        sum(counts["own_cpu_ns"]) / counts["step_cpu_ns"],
-                       "steps": counts["steps"], "step_ms": counts["step_ns"] / counts["steps"] / 1e6})
+                       "steps": counts["steps"],
+                       "step_ms": counts["step_ns"] / counts["steps"] / 1e6})
     return {"rounds": shares,
             "own share of the step": statistics.median(
                 [one["scheduler"] + one["worker"] for one in shares]),

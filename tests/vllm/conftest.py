@@ -67,7 +67,8 @@ class Daemon:
         from kvkeep.v1 import kvkeep_pb2 as pb
 
         with kvkeep.connect(self.target) as client:
-            spaces = client.admin.ListSpaces(pb.ListSpacesRequest(), metadata=client.metadata).spaces
+            spaces = client.admin.ListSpaces(pb.ListSpacesRequest(),
+                                             metadata=client.metadata).spaces
         return {(space.groups[0].layers, space.groups[0].kv_heads, space.groups[0].head_size_k)
                 for space in spaces}
 
@@ -91,7 +92,8 @@ class Engine:
     """engine.py, started; its methods are called by name."""
 
     def __init__(self, model, kvkeep, python=sys.executable, **arguments):
-        log = pathlib.Path(os.environ.get("VLLM_TEST_LOGS", "/tmp")) / f"engine-{time.time_ns()}.log"
+        folder = pathlib.Path(os.environ.get("VLLM_TEST_LOGS", "/tmp"))
+        log = folder / f"engine-{time.time_ns()}.log"
         self.log = log
         asked = json.dumps({"model": str(model), "kvkeep": kvkeep, **arguments})
         with open(log, "wb") as file:
@@ -169,7 +171,7 @@ def make_config(folder, *, layers=2, hidden=256, heads=4, kv_heads=2, inner=512,
 
 
 def make_model(folder, seed=1, **shape):
-    """A Llama with random weights, large enough that what a token attends to decides what follows."""
+    """A Llama with random weights, so large that what a token attends to decides what follows."""
     import torch
     from safetensors.torch import save_file
 

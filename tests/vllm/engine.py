@@ -118,7 +118,8 @@ class Engine:
         """The connector's counters, and the time of it and of the steps."""
         return {"counts": self.half.scheduler.counted(), "connected": self.half.scheduler.connected,
                 "own_ns": [self.half.own_ns, self.rank.own_ns], "step_ns": sum(self.step_ns),
-                "own_cpu_ns": self.cpu_ns, "step_cpu_ns": self.step_cpu_ns, "steps": len(self.step_ns)}
+                "own_cpu_ns": self.cpu_ns, "step_cpu_ns": self.step_cpu_ns,
+                "steps": len(self.step_ns)}
 
     def reset(self, connector=False):
         return {"reset": self.llm.reset_prefix_cache(reset_connector=connector)}
@@ -140,7 +141,7 @@ class Engine:
         return {}
 
     def spoil_loads(self, spoiled=True):
-        """What is loaded is not what was saved: outputs must show it, or no test here could fail."""
+        """What is loaded is not what was saved: outputs must show it, or no test could fail."""
         worker = self.rank.worker
         if spoiled:
             copy = type(worker)._copy

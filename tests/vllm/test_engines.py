@@ -1,5 +1,5 @@
-"""kvkeep.vllm on a real vLLM: equal outputs, hits over engines and restarts, identities, resets, and
-every kind of end. The tests of this file are one story, in order: engines take long to start."""
+"""kvkeep.vllm on a real vLLM: equal outputs, hits over engines and restarts, identities, resets,
+and every kind of end. The tests of this file are one story, in order: engines start slowly."""
 
 import threading
 import time
@@ -116,7 +116,7 @@ def test_loads_that_fail_are_computed(fleet, plain, prompts):
 
 
 def test_a_conversation_finds_its_own_answers(fleet, plain):
-    """Decoded tokens are saved as blocks fill, and hit by the next turn, in the other engine too."""
+    """Decoded tokens are saved as blocks fill, and hit by the next turn, in the other engine."""
     one, two = fleet
     talk = tokens(50, 100)
     first = one.generate(talk, max_tokens=60)

@@ -1,5 +1,5 @@
-"""kvkeep as a storage backend of SGLang's HiCache: pages that outlive an engine, shared by engines of
-one tenant.
+"""kvkeep as a storage backend of SGLang's HiCache: pages that outlive an engine, shared by engines
+of one tenant.
 
     python -m sglang.launch_server --enable-hierarchical-cache --hicache-mem-layout page_first
         --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
@@ -7,10 +7,10 @@ one tenant.
             "interface_v1": 1, "hicache_storage_pass_prefix_keys": true,
             "target": "unix:/run/kvkeep/kvkeep.sock"}'
 
-SGLang names a page by a hash over all tokens up to it, and does not hand on the tokens. So a page is
-one block of kvkeep, whose "tokens" are the eight words of that hash, and whose bytes are opaque: that
-two pages are the same is as sure as SGLang's SHA-256, no more. Pages of a prompt form a chain where
-SGLang passes the hashes before them; else each stands alone.
+SGLang names a page by a hash over all tokens up to it, and does not hand on the tokens. So a page
+is one block of kvkeep, whose "tokens" are the eight words of that hash, and whose bytes are opaque:
+that two pages are the same is as sure as SGLang's SHA-256, no more. Pages of a prompt form a chain
+where SGLang passes the hashes before them; else each stands alone.
 
 Calls come on SGLang's background threads, and may wait, but boundedly. What fails is a miss, or not
 stored. A lost connection is made anew by a later call.
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 WORDS = 8  # of a page's name: SHA-256 as u32
 WEIGHTS = r".*\.(safetensors|bin|pt|gguf)"
-ALONE = "page alone"  # the salt of pages without known ancestors: never mistaken for a chain's first
+ALONE = "page alone"  # the salt of pages without known ancestors: none is a chain's first
 PIN_MS = 30_000
 THEIRS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
 

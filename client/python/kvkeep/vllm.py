@@ -442,7 +442,7 @@ def _revision(config: "VllmConfig") -> str:
 
 
 def _prefill_cost(config: "VllmConfig") -> PrefillCost:
-    """Two FLOPs a weight, and attention's share for each token before it; the speed is not known."""
+    """Two FLOPs a weight, and attention's share of each token before; the speed is not known."""
     text = config.model_config.hf_text_config
     layers = int(getattr(text, "num_hidden_layers", 0) or 0)
     hidden = int(getattr(text, "hidden_size", 0) or 0)

@@ -1,8 +1,8 @@
 """Who may share: an engine's model, adapters, salts and images as kvkeep's identities.
 
-Every part that changes K or V goes in, each in its own place, so that none can stand in for another:
-an adapter is a part of the identity (a space of its own), a salt is part of a prompt, images are
-digests over the placeholders that they stand for, and the tenant is the credential's.
+Every part that changes K or V goes in, each in its own place, so that none can stand in for
+another: an adapter is a part of the identity (a space of its own), a salt is part of a prompt,
+images are digests over the placeholders that they stand for, and the tenant is the credential's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def canonical(value: Any) -> str:
 
 def _files(folder: pathlib.Path, pattern: str) -> list[pathlib.Path]:
     wanted = re.compile(pattern)
-    return sorted(path for path in folder.iterdir() if path.is_file() and wanted.fullmatch(path.name))
+    return sorted(path for path in folder.iterdir()
+                  if path.is_file() and wanted.fullmatch(path.name))
 
 
 def content_digest(folder: str | os.PathLike[str], pattern: str = ".*") -> str:

@@ -117,7 +117,7 @@ class Orders:
     spaces: tuple[Space, ...] = ()  # new ones, to be mapped ahead
     loads: list[Copy] = dataclasses.field(default_factory=list)
     saves: list[Copy] = dataclasses.field(default_factory=list)          # after this step's forward
-    early_saves: list[Copy] = dataclasses.field(default_factory=list)    # before it: of the preempted
+    early_saves: list[Copy] = dataclasses.field(default_factory=list)    # before: of the preempted
     releases: list[str] = dataclasses.field(default_factory=list)        # nothing is saved of these
 
 

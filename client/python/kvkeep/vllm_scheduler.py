@@ -1,4 +1,4 @@
-"""The connector's half in vLLM's scheduler: which requests hit, what is to be copied, what is sealed.
+"""The connector's half in vLLM's scheduler: which requests hit, what is copied, what is sealed.
 
 vLLM's thread never waits here: it reads what is known and leaves jobs. Threads of ours ask the
 daemon. A request's way:

@@ -1,10 +1,10 @@
 """The connector's half in a rank: copies between vLLM's paged cache and kvkeep's mapped slots.
 
-Loads run on a thread of their own between steps, so that other requests' steps go on. Saves run
-on vLLM's when a step's forward is done, before vLLM can give the blocks to another request. A copy that cannot
-be made is reported: a load as failed blocks, which vLLM computes; a save as not done, and then the
-scheduler's half does not seal it. A rank seals nothing itself: a block becomes visible when all of
-them have reported it.
+Loads run on a thread of their own between steps, so that other requests' steps go on. Saves run on
+vLLM's when a step's forward is done, before vLLM can give the blocks to another request. A copy
+that cannot be made is reported: a load as failed blocks, which vLLM computes; a save as not done,
+and then the scheduler's half does not seal it. A rank seals nothing itself: a block becomes visible
+when all of them have reported it.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class WorkerSide:
     def begin(self, orders: Orders) -> None:
         """A step's orders have come; may be called again with the same."""
         endpoint = orders.endpoint
-        if endpoint is not None and (endpoint != self._wanted or self._join_again < time.monotonic()):
+        if endpoint is not None and (endpoint != self._wanted or
+                                     self._join_again < time.monotonic()):
             self._wanted = endpoint
             self._join_again = math.inf
             self._work.put(("join", endpoint))
