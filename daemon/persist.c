@@ -211,15 +211,17 @@ void kvk_persist_end(struct kvk_cache *cache)
     pthread_cond_broadcast(&cache->changed);
 }
 
-/* Without the lock. The space's identity and shape never change; its generation is the caller's. */
+/* Without the lock. The space's identity and shape never change; generation and mode are the
+ * caller's. */
 static enum kvk_status space_put(struct kvk_cache *cache, const struct kvk_space *space,
-                                 uint64_t id, uint64_t generation, struct kvk_error *error)
+                                 uint64_t generation, uint8_t mode, struct kvk_error *error)
 {
     uint8_t shape[KVK_SHAPE_SIZE_MAX];
     const struct kvk_space_record record = {
-        .id = id,
+        .id = space->id,
         .tenant_id = space->tenant->id,
         .generation = generation,
+        .mode = mode,
         .identity = space->identity,
         .identity_size = space->identity_size,
         .shape = shape,
@@ -242,7 +244,7 @@ bool kvk_persist_record_unlocked(struct kvk_cache *cache, const struct kvk_space
     if (cache->catalogue == NULL || space->constant_hash) {
         return false;
     }
-    if (space_put(cache, space, space->id, space->generation, &error) == KVK_OK) {
+    if (space_put(cache, space, space->generation, space->mode, &error) == KVK_OK) {
         return true;
     }
     tell_failure("space_not_recorded", space->id, &error);
@@ -293,11 +295,12 @@ void kvk_persist_maintain_drops(struct kvk_cache *cache)
         return;
     }
     struct kvk_error error;
-    uint64_t generation = space->generation; /* nobody raises it while we are busy */
+    uint64_t generation = space->generation; /* nobody changes these while we are busy */
+    uint8_t mode = space->mode;
     space->reference_count++;
     kvk_persist_begin_drops(cache);
     kvk_unlock(&cache->lock);
-    enum kvk_status status = space_put(cache, space, space->id, generation, &error);
+    enum kvk_status status = space_put(cache, space, generation, mode, &error);
     kvk_lock(&cache->lock);
     kvk_persist_end(cache);
     space->reference_count--;
@@ -332,6 +335,29 @@ enum kvk_status kvk_persist_raise_drops(struct kvk_cache *cache, struct kvk_spac
     kvk_lock(&cache->lock);
     free(generations);
     if (status != KVK_OK) {
+        cache->stats.space_record_failures++;
+    }
+    return status;
+}
+
+enum kvk_status kvk_persist_mode_drops(struct kvk_cache *cache, struct kvk_space *space,
+                                       uint8_t mode, struct kvk_error *error)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    KVK_ASSERT(cache->persist_busy);
+    if (cache->catalogue == NULL || space->is_public || space->constant_hash ||
+        kvk_tenant_is_leaving(space->tenant)) {
+        return KVK_OK; /* nothing of it comes back */
+    }
+    uint64_t generation = space->generation;
+    space->reference_count++;
+    kvk_unlock(&cache->lock);
+    enum kvk_status status = space_put(cache, space, generation, mode, error);
+    kvk_lock(&cache->lock);
+    space->reference_count--;
+    if (status == KVK_OK) {
+        space->recorded = true;
+    } else {
         cache->stats.space_record_failures++;
     }
     return status;
@@ -373,6 +399,7 @@ struct recorded {
         uint64_t id;
         uint64_t tenant_id;
         uint64_t generation;
+        uint8_t mode;
         uint8_t *identity; /* canonical, room for the generation behind it; ours */
         size_t identity_size;
         uint8_t shape[KVK_SHAPE_SIZE_MAX];
@@ -417,6 +444,7 @@ static void record_keep(void *context, const struct kvk_space_record *record)
         .id = record->id,
         .tenant_id = record->tenant_id,
         .generation = record->generation,
+        .mode = record->mode,
         .identity = identity,
         .identity_size = record->identity_size,
         .shape_size = record->shape_size,
@@ -441,8 +469,17 @@ static enum kvk_status space_restore(struct kvk_cache *cache, struct recorded_sp
     }
     uint8_t *identity = record->identity;
     record->identity = NULL; /* the space's, or freed */
-    return kvk_space_restore(cache, tenant, &request, identity, record->identity_size, record->id,
-                             record->generation, error);
+    enum kvk_status status =
+        kvk_space_restore(cache, tenant, &request, identity, record->identity_size, record->id,
+                          record->generation, error);
+    if (status == KVK_OK) {
+        kvk_lock(&cache->lock);
+        struct kvk_space *space = kvk_table_get(&cache->space_table, record->id);
+        KVK_ASSERT(space != NULL); /* nobody is served yet */
+        space->mode = record->mode;
+        kvk_unlock(&cache->lock);
+    }
+    return status;
 }
 
 static void space_refuse(struct kvk_cache *cache, const struct recorded_space *record,

@@ -51,6 +51,10 @@ KVK_CHECKED enum kvk_status kvk_persist_raise_drops(struct kvk_cache *cache,
                                                     struct kvk_space *const *spaces, uint32_t count,
                                                     struct kvk_error *error);
 
+/* The space's mode is durable, or as it was. By the one who is busy. */
+KVK_CHECKED enum kvk_status kvk_persist_mode_drops(struct kvk_cache *cache, struct kvk_space *space,
+                                                   uint8_t mode, struct kvk_error *error);
+
 /* The removal of every record on disk that was given up before is durable. Where it cannot be made
  * so it stays queued, and is tried again in the background. */
 KVK_CHECKED enum kvk_status kvk_persist_removals_drops(struct kvk_cache *cache,
@@ -61,7 +65,7 @@ void kvk_persist_maintain_drops(struct kvk_cache *cache);
 
 /* ---- Restoring ---- */
 
-/* Open every recorded space again: id, generation, identity, geometry and tenant as before. A
+/* Open every recorded space again: id, generation, mode, identity, geometry and tenant as before. A
  * record whose tenant is gone, that is damaged or no longer fits the configuration is counted, told
  * and removed or left out. Without the lock, before anybody is served. */
 KVK_CHECKED enum kvk_status kvk_persist_restore_spaces(struct kvk_cache *cache,

@@ -88,6 +88,21 @@ static void tier_fill(const struct kvk_tier_state *tier, struct kvk_tier_report 
     report->scattered_bytes = less(tier->pool.slab_bytes, tier->used_bytes);
 }
 
+static void public_fill(const struct kvk_cache *cache, const struct kvk_scope *scope,
+                        struct kvk_tier_report tiers[KVK_TIER_COUNT])
+{
+    for (const struct kvk_space *space = cache->spaces; space != NULL; space = space->next) {
+        if (!space->is_public || !kvk_scope_sees(scope, space->tenant)) {
+            continue;
+        }
+        for (uint32_t g = 0; g < space->group_count; g++) {
+            for (int i = 0; i < KVK_TIER_COUNT; i++) {
+                tiers[i].public_bytes += space->groups[g]->tiers[i].used_bytes;
+            }
+        }
+    }
+}
+
 void kvk_report_tiers(const struct kvk_cache *cache, const struct kvk_scope *scope,
                       struct kvk_tier_report tiers[KVK_TIER_COUNT])
 {
@@ -109,6 +124,7 @@ void kvk_report_tiers(const struct kvk_cache *cache, const struct kvk_scope *sco
         report->largest_admissible_bytes = less(
             tier->pool.limit_bytes, tier->bound_bytes + tier->growth_bytes + tier->stray_bytes);
     }
+    public_fill(cache, scope, tiers);
 }
 
 static void group_fill(const struct kvk_group *group, struct kvk_group_report *row)
@@ -119,6 +135,7 @@ static void group_fill(const struct kvk_group *group, struct kvk_group_report *r
         .tenant = space->tenant,
         .space_id = space->id,
         .group = group->index,
+        .is_public = space->is_public,
         .block_bytes = group->block_bytes,
     };
     size_t offset = 0;
@@ -215,6 +232,7 @@ static void space_fill(const struct kvk_space *space, struct kvk_space_report *r
         .hit_tokens = space->hit_tokens,
         .generation = space->generation,
         .is_public = space->is_public,
+        .mode = space->mode,
     };
     for (uint32_t i = 0; i < space->group_count; i++) {
         const struct kvk_group *group = space->groups[i];

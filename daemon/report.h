@@ -22,6 +22,7 @@ struct kvk_tier_report {
     uint64_t quarantine_bytes;
     uint64_t growth_bytes;
     uint64_t stray_bytes;
+    uint64_t public_bytes;    /* of used_bytes: public prefixes, withdrawn ones that are held too */
     uint64_t scattered_bytes; /* free slots in slabs that no other geometry can use as they are */
     uint64_t largest_admissible_bytes;
 };
@@ -31,6 +32,7 @@ struct kvk_group_report {
     uint64_t space_id;
     char model[KVK_NAME_SIZE];
     uint32_t group;
+    bool is_public; /* of one public prefix */
     uint64_t block_bytes;
     uint64_t tier_blocks[KVK_TIER_COUNT];
     uint64_t state_counts[KVK_BLOCK_STATE_COUNT];
@@ -57,6 +59,7 @@ struct kvk_space_report {
     uint64_t hit_tokens;
     uint64_t generation;
     bool is_public;
+    uint8_t mode; /* enum kvk_tenant_mode; its tenant's goes beside it */
 };
 KVK_CHECKED enum kvk_status
 kvk_report_spaces(struct kvk_cache *cache, const struct kvk_caller *caller, struct kvk_view tenant,

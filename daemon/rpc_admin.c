@@ -144,6 +144,7 @@ static void fill_tier_use(Kvkeep__V1__TierUse *use, enum kvk_tier tier,
     use->quarantine_bytes = report->quarantine_bytes;
     use->stray_bytes = report->stray_bytes;
     use->growth_bytes = report->growth_bytes;
+    use->public_bytes = report->public_bytes;
 }
 
 static void fill_occupancy_row(Kvkeep__V1__OccupancyRow *row, Kvkeep__V1__BlockCounts *counts,
@@ -155,6 +156,7 @@ static void fill_occupancy_row(Kvkeep__V1__OccupancyRow *row, Kvkeep__V1__BlockC
     row->space_id = report->space_id;
     row->model = kvk_rpc_text(report->model);
     row->group = report->group;
+    row->is_public = report->is_public;
     row->block_bytes = report->block_bytes;
     row->device_blocks = report->tier_blocks[KVK_TIER_DEVICE];
     row->host_blocks = report->tier_blocks[KVK_TIER_HOST];

@@ -332,6 +332,8 @@ KVK_RPC_HANDLER(kvk_rpc_delete_credential);
 KVK_RPC_HANDLER(kvk_rpc_set_space_mode);
 KVK_RPC_HANDLER(kvk_rpc_test_control);
 
+Kvkeep__V1__Mode kvk_rpc_give_mode(enum kvk_tenant_mode mode);
+
 void kvk_rpc_sessions_init(struct kvk_rpc_sessions *sessions);
 void kvk_rpc_sessions_join(struct kvk_rpc_sessions *sessions); /* the drain's thread */
 void kvk_rpc_sessions_finish(struct kvk_rpc_sessions *sessions);

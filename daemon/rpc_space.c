@@ -146,6 +146,7 @@ static void fill_space(struct rpc_space_row *row, const struct kvk_space_report 
     info->hit_tokens = report->hit_tokens;
     info->generation = report->generation;
     info->is_public = report->is_public;
+    info->mode = kvk_rpc_give_mode((enum kvk_tenant_mode)report->mode);
 }
 
 static enum kvk_status reply_spaces(struct kvk_rpc_run *run, const struct kvk_space_report *reports,

@@ -50,7 +50,7 @@ static enum kvk_status take_mode(Kvkeep__V1__Mode mode, bool *set, enum kvk_tena
     }
 }
 
-static Kvkeep__V1__Mode give_mode(enum kvk_tenant_mode mode)
+Kvkeep__V1__Mode kvk_rpc_give_mode(enum kvk_tenant_mode mode)
 {
     switch (mode) {
     case KVK_TENANT_ON:
@@ -248,7 +248,7 @@ static void tenant_row(const struct kvk_tenant *tenant, Kvkeep__V1__TenantRow *r
     row->deleting = kvk_tenant_is_leaving(tenant);
     row->created_s = tenant->created_s;
     row->quota = quota;
-    row->mode = give_mode(kvk_tenant_mode(tenant));
+    row->mode = kvk_rpc_give_mode(kvk_tenant_mode(tenant));
     row->may_publish = kvk_tenant_may_publish(tenant);
 }
 

@@ -262,7 +262,8 @@ static enum kvk_status place_take_drops(struct kvk_cache *cache, struct kvk_erro
     }
     kvk_tier_punch_drops(cache);
     for (struct kvk_space *space = cache->spaces; space != NULL; space = space->next) {
-        if (kvk_space_is_unused(cache, space)) {
+        /* One that is switched must be known as such when it is opened again. */
+        if (space->mode == KVK_TENANT_ON && kvk_space_is_unused(cache, space)) {
             cache->space_count++; /* taken before the lock is dropped */
             bool gone = kvk_space_reclaim_drops(cache, space);
             KVK_ASSERT(gone);

@@ -78,8 +78,9 @@ KVK_CHECKED enum kvk_status kvk_space_open(struct kvk_cache *cache, const struct
                                            const struct kvk_space_request *request,
                                            struct kvk_space_reply *reply, struct kvk_error *error);
 
-/* Switch it, until the daemon ends: the stricter of its mode and its tenant's holds. KVK_NOT_FOUND.
- */
+/* Switch it: the stricter of its mode and its tenant's holds. With a catalogue it is durable before
+ * it counts, and lasts (but for a public one). KVK_NOT_FOUND; the catalogue's failures, which
+ * change nothing. May block. */
 KVK_CHECKED enum kvk_status kvk_space_set_mode(struct kvk_cache *cache, uint64_t space_id,
                                                enum kvk_tenant_mode mode, struct kvk_error *error);
 

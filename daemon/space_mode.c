@@ -4,20 +4,26 @@
  */
 #include "base/assert.h"
 #include "daemon/cache_internal.h"
+#include "daemon/persist.h"
 
 enum kvk_status kvk_space_set_mode(struct kvk_cache *cache, uint64_t space_id,
                                    enum kvk_tenant_mode mode, struct kvk_error *error)
 {
+    enum kvk_status status;
     kvk_lock(&cache->lock);
+    kvk_persist_begin_drops(cache);
     struct kvk_space *space = kvk_table_get(&cache->space_table, space_id);
-    if (space != NULL) {
+    if (space == NULL) {
+        status = kvk_fail(error, KVK_NOT_FOUND, KVK_CAUSE_NONE, "space_id", "no such space");
+    } else {
+        status = kvk_persist_mode_drops(cache, space, (uint8_t)mode, error);
+    }
+    if (status == KVK_OK) {
         space->mode = (uint8_t)mode;
     }
+    kvk_persist_end(cache);
     kvk_unlock(&cache->lock);
-    if (space == NULL) {
-        return kvk_fail(error, KVK_NOT_FOUND, KVK_CAUSE_NONE, "space_id", "no such space");
-    }
-    return KVK_OK;
+    return status;
 }
 
 enum kvk_status kvk_space_check(const struct kvk_space *space, struct kvk_error *error)

@@ -115,29 +115,30 @@ static json_t *tiers_json(const Kvkeep__V1__GetOccupancyResponse *occupancy)
         const Kvkeep__V1__TierUse *use = occupancy->tiers[i];
         json_array_append_new(
             tiers,
-            json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "tier", tier_name(use->tier),
+            json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "tier", tier_name(use->tier),
                       "limit_bytes", (json_int_t)use->limit_bytes, "used_bytes",
                       (json_int_t)use->used_bytes, "free_bytes", (json_int_t)use->free_bytes,
                       "slab_bytes", (json_int_t)use->slab_bytes, "quarantine_bytes",
                       (json_int_t)use->quarantine_bytes, "stray_bytes",
-                      (json_int_t)use->stray_bytes, "growth_bytes", (json_int_t)use->growth_bytes));
+                      (json_int_t)use->stray_bytes, "growth_bytes", (json_int_t)use->growth_bytes,
+                      "public_bytes", (json_int_t)use->public_bytes));
     }
     return tiers;
 }
 
 static void tiers_print(const Kvkeep__V1__GetOccupancyResponse *occupancy)
 {
-    static const char *const titles[] = {"-tier", "limit",  "used",       "free",
+    static const char *const titles[] = {"-tier", "limit",  "used",       "free",  "public",
                                          "slabs", "growth", "quarantine", "strays"};
     struct ctl_table table;
-    ctl_table_init(&table, 8, titles);
+    ctl_table_init(&table, 9, titles);
     for (size_t i = 0; i < occupancy->n_tiers; i++) {
         const Kvkeep__V1__TierUse *use = occupancy->tiers[i];
-        ctl_table_row(&table, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s", tier_name(use->tier),
+        ctl_table_row(&table, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s", tier_name(use->tier),
                       ctl_bytes(use->limit_bytes), ctl_bytes(use->used_bytes),
-                      ctl_bytes(use->free_bytes), ctl_bytes(use->slab_bytes),
-                      ctl_bytes(use->growth_bytes), ctl_bytes(use->quarantine_bytes),
-                      ctl_bytes(use->stray_bytes));
+                      ctl_bytes(use->free_bytes), ctl_bytes(use->public_bytes),
+                      ctl_bytes(use->slab_bytes), ctl_bytes(use->growth_bytes),
+                      ctl_bytes(use->quarantine_bytes), ctl_bytes(use->stray_bytes));
     }
     ctl_table_print(&table);
     const Kvkeep__V1__DiskState *disk = occupancy->disk;
@@ -300,7 +301,7 @@ static json_t *space_json(const Kvkeep__V1__SpaceInfo *space)
 {
     ProtobufCBinaryData none = {0};
     return json_pack(
-        "{s:I, s:o, s:o, s:o, s:i, s:i, s:i, s:I, s:I, s:I, s:I, s:I, s:I, s:b}", "space_id",
+        "{s:I, s:o, s:o, s:o, s:i, s:i, s:i, s:I, s:I, s:I, s:I, s:I, s:I, s:b, s:s}", "space_id",
         (json_int_t)space->space_id, "tenant", ctl_json_text(space->tenant), "model",
         ctl_json_text(space->identity == NULL ? none : space->identity->model), "revision",
         ctl_json_text(space->identity == NULL ? none : space->identity->revision), "block_tokens",
@@ -308,7 +309,8 @@ static json_t *space_json(const Kvkeep__V1__SpaceInfo *space)
         (int)space->pipeline_shards, "blocks", (json_int_t)space->blocks, "bytes",
         (json_int_t)space->bytes, "queries", (json_int_t)space->queries, "query_tokens",
         (json_int_t)space->query_tokens, "hit_tokens", (json_int_t)space->hit_tokens, "generation",
-        (json_int_t)space->generation, "is_public", space->is_public);
+        (json_int_t)space->generation, "is_public", space->is_public, "mode",
+        ctl_mode_name(space->mode));
 }
 
 int ctl_spaces(const struct ctl_options *options, int argc, char **argv)
@@ -328,9 +330,10 @@ int ctl_spaces(const struct ctl_options *options, int argc, char **argv)
     }
     static const char *const titles[] = {"-tenant", "-model",  "-layers x kv heads x size",
                                          "tokens",  "shards",  "blocks",
-                                         "bytes",   "queries", "hit %"};
+                                         "bytes",   "queries", "hit %",
+                                         "-mode"};
     struct ctl_table table;
-    ctl_table_init(&table, 9, titles);
+    ctl_table_init(&table, 10, titles);
     json_t *list = json_array();
     for (size_t i = 0; i < response->n_spaces; i++) {
         const Kvkeep__V1__SpaceInfo *space = response->spaces[i];
@@ -338,11 +341,12 @@ int ctl_spaces(const struct ctl_options *options, int argc, char **argv)
         double hits = space->query_tokens == 0
                           ? 0
                           : 100.0 * (double)space->hit_tokens / (double)space->query_tokens;
-        ctl_table_row(&table, "%s\t%s%s\t%s\t%u\t%u\t%s\t%s\t%s\t%.1f", ctl_text(space->tenant),
+        ctl_table_row(&table, "%s\t%s%s\t%s\t%u\t%u\t%s\t%s\t%s\t%.1f\t%s", ctl_text(space->tenant),
                       ctl_text(space->identity == NULL ? none : space->identity->model),
                       space->is_public ? " (public)" : "", space_layers(space), space->block_tokens,
                       space->tensor_shards * space->pipeline_shards, ctl_count(space->blocks),
-                      ctl_bytes(space->bytes), ctl_count(space->queries), hits);
+                      ctl_bytes(space->bytes), ctl_count(space->queries), hits,
+                      ctl_mode_name(space->mode));
         json_array_append_new(list, space_json(space));
     }
     if (options->json) {

@@ -79,6 +79,7 @@ const char *ctl_count(uint64_t count); /* with thousands separators */
 
 /* A bytes field as text that a terminal can show; same ring. */
 const char *ctl_text(ProtobufCBinaryData data);
+const char *ctl_mode_name(int mode); /* the API's Mode; "on" where it is not given */
 
 /* Print a JSON value on one line and free it. */
 void ctl_json_print(json_t *value);

@@ -186,7 +186,7 @@ static Kvkeep__V1__ListTenantsResponse *tenants_ask(const struct ctl_options *op
                           &kvkeep__v1__list_tenants_response__descriptor, code);
 }
 
-static const char *mode_name(Kvkeep__V1__Mode mode)
+const char *ctl_mode_name(int mode)
 {
     return mode == KVKEEP__V1__MODE__MODE_OFF      ? "off"
            : mode == KVKEEP__V1__MODE__MODE_SHADOW ? "shadow"
@@ -210,7 +210,7 @@ static json_t *tenant_json(const Kvkeep__V1__TenantRow *row)
     return json_pack("{s:o, s:I, s:b, s:b, s:I, s:s, s:b, s:o}", "name", ctl_json_text(row->name),
                      "tenant_id", (json_int_t)row->tenant_id, "configured", row->configured,
                      "deleting", row->deleting, "created_s", (json_int_t)row->created_s, "mode",
-                     mode_name(row->mode), "may_publish", row->may_publish, "quota", limits);
+                     ctl_mode_name(row->mode), "may_publish", row->may_publish, "quota", limits);
 }
 
 /* "2 GiB of 8 GiB": guaranteed, limit; "-" where neither is set. */
@@ -263,8 +263,8 @@ static int tenant_list(const struct ctl_options *options, int argc)
                    quota->disk_limit_bytes);
         ctl_table_row(&table, "%s\t%llu\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s", ctl_text(row->name),
                       (unsigned long long)row->tenant_id,
-                      row->deleting ? "being deleted" : mode_name(row->mode), shares[0], shares[1],
-                      shares[2], count_text(quota->sequences), count_text(quota->leases),
+                      row->deleting ? "being deleted" : ctl_mode_name(row->mode), shares[0],
+                      shares[1], shares[2], count_text(quota->sequences), count_text(quota->leases),
                       count_text(quota->requests_per_second),
                       quota->refuse_over_quota ? "refuse" : "evict",
                       row->configured ? "file" : "catalogue");

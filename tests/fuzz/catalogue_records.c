@@ -90,6 +90,12 @@ static void read_any(enum kvk_record_kind kind, const struct kvk_record_key *key
         if (kvk_record_read_space(key->bytes, key->size, record, size, &space)) {
             compare(kvk_record_write_space(key, &space, &bytes), &bytes, record, size);
         }
+        if (kvk_record_read_space_1(key->bytes, key->size, record, size, &space)) {
+            KVK_ASSERT(kvk_record_write_space(key, &space, &bytes) == KVK_OK);
+            KVK_ASSERT(
+                kvk_record_read_space(key->bytes, key->size, bytes.data, bytes.size, &space));
+            free(bytes.data);
+        }
         break;
     case KVK_RECORD_BLOCK:
         read_block(key, record, size);

@@ -12,6 +12,7 @@
 
 #include "base/bytes.h"
 #include "daemon/persist.h"
+#include "daemon/report.h"
 #include "daemon/space_internal.h"
 #include "hosttier/catalogue.h"
 #include "tests/engine_store.h"
@@ -521,6 +522,100 @@ Test(persist, a_reclaimed_space_is_removed)
     cr_assert_eq(stats.spaces, 4);
     place_restart(&place);
     cr_assert_eq(place.house.cache->space_count, 4);
+    place_finish(&place);
+}
+
+/* ---- Modes ---- */
+
+static enum kvk_status switch_space(struct place *place, uint64_t id, enum kvk_tenant_mode mode)
+{
+    return kvk_space_set_mode(place->house.cache, id, mode, &place->house.error);
+}
+
+Test(persist, a_switched_space_stays_switched)
+{
+    struct place place;
+    struct place after;
+    place_init(&place);
+    place_start(&place);
+    uint64_t id = house_space(&place.house, "m");
+    cr_assert_eq(switch_space(&place, id, KVK_TENANT_OFF), KVK_OK);
+    place_crash(&place, &after);
+    cr_assert_eq(only_space(&after)->mode, KVK_TENANT_OFF, "it was durable when it was answered");
+    cr_assert_eq(kvk_space_check(only_space(&after), NULL), KVK_PERMISSION);
+    place_finish(&after);
+    cr_assert_eq(switch_space(&place, id, KVK_TENANT_SHADOW), KVK_OK);
+    place_restart(&place);
+    cr_assert_eq(only_space(&place)->mode, KVK_TENANT_SHADOW);
+    struct kvk_space_report *rows;
+    uint32_t count;
+    const struct kvk_view all = {.size = 0};
+    cr_assert_eq(kvk_report_spaces(place.house.cache, &place.house.caller, all, &rows, &count,
+                                   &place.house.error),
+                 KVK_OK);
+    cr_assert_eq(count, 1);
+    cr_assert_eq(rows[0].mode, KVK_TENANT_SHADOW);
+    kvk_report_spaces_free(rows, count);
+    const struct kvk_invalidate_request request = {.space_id = id};
+    struct kvk_invalidate_reply reply;
+    cr_assert_eq(invalidate(&place, &request, &reply), KVK_OK);
+    place_restart(&place);
+    cr_assert_eq(only_space(&place)->mode, KVK_TENANT_SHADOW, "an invalidation leaves it");
+    cr_assert_eq(switch_space(&place, id, KVK_TENANT_ON), KVK_OK);
+    place_restart(&place);
+    cr_assert_eq(only_space(&place)->mode, KVK_TENANT_ON);
+    place_finish(&place);
+}
+
+Test(persist, a_switch_that_cannot_be_recorded_changes_nothing)
+{
+    struct place place;
+    place_init(&place);
+    place_start(&place);
+    uint64_t id = house_space(&place.house, "m");
+    atomic_store(&disk_error, EIO);
+    cr_assert_neq(switch_space(&place, id, KVK_TENANT_OFF), KVK_OK);
+    atomic_store(&disk_error, 0);
+    cr_assert_eq(only_space(&place)->mode, KVK_TENANT_ON);
+    place_restart(&place);
+    cr_assert_eq(only_space(&place)->mode, KVK_TENANT_ON);
+    cr_assert_eq(switch_space(&place, id, KVK_TENANT_OFF), KVK_OK);
+    place_finish(&place);
+}
+
+Test(persist, a_space_that_was_recorded_late_has_its_mode)
+{
+    struct place place;
+    struct place after;
+    place_init(&place);
+    place_start(&place);
+    atomic_store(&disk_error, ENOSPC);
+    uint64_t id = house_space(&place.house, "m");
+    cr_assert_not(only_space(&place)->recorded);
+    atomic_store(&disk_error, 0);
+    cr_assert_eq(switch_space(&place, id, KVK_TENANT_OFF), KVK_OK);
+    cr_assert(only_space(&place)->recorded);
+    place_crash(&place, &after);
+    cr_assert_eq(only_space(&after)->mode, KVK_TENANT_OFF);
+    place_finish(&after);
+    place_finish(&place);
+}
+
+Test(persist, a_switched_space_is_not_reclaimed)
+{
+    struct place place;
+    char model[16];
+    place_init(&place);
+    place_start(&place);
+    place.house.config.spaces = 4;
+    uint64_t id = house_space(&place.house, "m");
+    cr_assert_eq(switch_space(&place, id, KVK_TENANT_OFF), KVK_OK);
+    for (int i = 0; i < 20; i++) {
+        (void)snprintf(model, sizeof(model), "m%d", i);
+        (void)house_space(&place.house, model);
+    }
+    cr_assert_eq(place.house.cache->space_count, 4);
+    cr_assert_eq(house_space(&place.house, "m"), id, "else it would be on when opened again");
     place_finish(&place);
 }
 

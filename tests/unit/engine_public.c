@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "daemon/forget.h"
+#include "daemon/report.h"
 #include "daemon/space.h"
 #include "tests/engine_public.h"
 
@@ -458,6 +459,55 @@ Test(engine_public, fork_truncate_append_and_swap_over_public_blocks)
 }
 
 /* ---- Withdrawing ---- */
+
+/* As GetOccupancy says it: of the host tier, in blocks; and its rows are marked. */
+static uint64_t public_blocks(struct party *party, const struct kvk_caller *caller)
+{
+    struct house *house = &party->house;
+    struct kvk_tier_report tiers[KVK_TIER_COUNT];
+    struct kvk_group_report *rows;
+    uint32_t count;
+    uint64_t bytes = 0;
+    const struct kvk_view all = {.size = 0};
+    cr_assert_eq(
+        kvk_report_occupancy(house->cache, caller, all, tiers, &rows, &count, &house->error),
+        KVK_OK);
+    for (uint32_t i = 0; i < count; i++) {
+        bytes += rows[i].is_public ? rows[i].tier_blocks[HOST] * rows[i].block_bytes : 0;
+    }
+    free(rows);
+    cr_assert_eq(tiers[HOST].public_bytes, bytes);
+    cr_assert_leq(tiers[HOST].public_bytes, tiers[HOST].used_bytes);
+    cr_assert_eq(tiers[KVK_TIER_DEVICE].public_bytes, 0);
+    return bytes / BLOCK;
+}
+
+Test(engine_public, occupancy_shows_it_apart)
+{
+    struct party party;
+    struct kvk_withdraw_reply gone;
+    uint32_t tokens[16];
+    house_tokens(tokens, 16, 100);
+    start(&party, 0, 64);
+    cache_prompt(&party, PUBLISHER, tokens, 16);
+    const struct kvk_credential operator_credential = {.name = "operator", .admin = true};
+    const struct kvk_caller admin = house_caller(&operator_credential);
+    cr_assert_eq(public_blocks(&party, &admin), 0);
+    struct kvk_publish_reply published = publish(&party, PUBLISHER, tokens, 16);
+    cr_assert_eq(public_blocks(&party, &admin), 4);
+    party_be(&party, PUBLISHER);
+    cr_assert_eq(public_blocks(&party, &party.house.caller), 4, "it pays for them");
+    party_be(&party, READER);
+    cr_assert_eq(public_blocks(&party, &party.house.caller), 0, "and nobody else");
+    uint64_t id = open_with(&party, READER, tokens, 16, true, NULL).sequence_id;
+    cr_assert_eq(public_blocks(&party, &party.house.caller), 0);
+    cr_assert_eq(withdraw(&party, PUBLISHER, published.public_id, &gone), KVK_OK);
+    cr_assert_eq(public_blocks(&party, &admin), 4, "it is still read");
+    close_one(&party, READER, id);
+    cr_assert_eq(public_spaces(&party), 0);
+    cr_assert_eq(public_blocks(&party, &admin), 0);
+    party_stop(&party);
+}
 
 Test(engine_public, withdrawn_at_once_and_freed_with_the_last_holder)
 {

@@ -198,6 +198,7 @@ Test(catalogue, values_by_name)
 struct space_list {
     uint64_t ids[64];
     uint64_t generations[64];
+    uint8_t modes[64];
     uint32_t count;
     bool wrong;
 };
@@ -211,6 +212,7 @@ static void keep_space(void *context, const struct kvk_space_record *record)
                   memcmp(record->identity, example.identity, example.identity_size) != 0 ||
                   memcmp(record->shape, example.shape, example.shape_size) != 0;
     list->ids[list->count] = record->id;
+    list->modes[list->count] = record->mode;
     list->generations[list->count++] = record->generation;
 }
 
@@ -594,6 +596,69 @@ Test(catalogue, an_older_format_is_migrated_step_by_step)
     cr_assert_eq(open_as(&shelf, KVK_CATALOGUE_FORMAT + 2, steps, 2), KVK_OK);
     cr_assert(has_value(&shelf, "b"));
     cr_assert_eq(spaces(&shelf).count, 1);
+    shelf_finish(&shelf);
+}
+
+/* The record of space 1 as format 1 had it, without a mode: bytes that were written by it. */
+static const uint8_t space_of_format_1[] = {
+    0x04, 0x00, 0x01, 0x00, 0x35, 0x00, 0x00, 0x00, 0xac, 0xa1, 0x96, 0x6d, 0xb7, 0x23,
+    0xc6, 0xcd, 0x09, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x11, 0x00, 0x00, 0x00,
+    0x04, 0x00, 0x00, 0x00, 0x6f, 0x2f, 0x6d, 0x2f, 0x6e, 0x00, 0x77, 0x69, 0x74, 0x68,
+    0x20, 0x61, 0x20, 0x4e, 0x55, 0x4c, 0x00, 0x01, 0x02, 0x03, 0x00};
+
+/* Put under the id: under another than 1 it is damaged. */
+static void put_old_space(struct shelf *shelf, uint64_t id)
+{
+    struct kvk_catalogue_transaction transaction;
+    struct kvk_record_key key;
+    uint8_t copy[sizeof(space_of_format_1)];
+    memcpy(copy, space_of_format_1, sizeof(copy));
+    const struct kvk_record_bytes bytes = {.data = copy, .size = sizeof(copy)};
+    kvk_record_key_id(id, &key);
+    cr_assert_eq(kvk_catalogue_write_begin(shelf->catalogue, &transaction, &shelf->error), KVK_OK);
+    cr_assert_eq(kvk_catalogue_put(&transaction, KVK_CATALOGUE_SPACES, &key, &bytes, &shelf->error),
+                 KVK_OK);
+    cr_assert_eq(kvk_catalogue_write_commit(&transaction, &shelf->error), KVK_OK);
+}
+
+Test(catalogue, spaces_of_the_first_format_are_migrated)
+{
+    struct shelf shelf;
+    shelf_init(&shelf);
+    cr_assert_eq(open_as(&shelf, 1, NULL, 0), KVK_OK);
+    for (uint64_t id = 1; id <= 3; id++) {
+        shelf_put_space(&shelf, id, 9); /* for its generation */
+    }
+    put_old_space(&shelf, 1);
+    put_old_space(&shelf, 2);
+    put_old_space(&shelf, 3);
+    cr_assert_eq(spaces(&shelf).count, 0, "an old record is never misread");
+    shelf_reopen(&shelf);
+    struct space_list list = spaces(&shelf);
+    cr_assert_eq(list.count, 1, "damaged ones stay damaged");
+    cr_assert_eq(list.ids[0], 1);
+    cr_assert_eq(list.generations[0], 7);
+    cr_assert_eq(list.modes[0], KVK_TENANT_ON);
+    shelf_close(&shelf);
+    cr_assert_eq(open_as(&shelf, 1, NULL, 0), KVK_PRECONDITION, "and an older kvkeep is refused");
+    shelf.catalogue = NULL;
+    shelf_finish(&shelf);
+}
+
+Test(catalogue, a_space_keeps_its_mode)
+{
+    struct shelf shelf;
+    shelf_init(&shelf);
+    shelf_open(&shelf);
+    struct kvk_space_record record = example_space(1, 9);
+    for (uint8_t mode = KVK_TENANT_ON; mode <= KVK_TENANT_OFF; mode++) {
+        record.mode = mode;
+        cr_assert_eq(kvk_catalogue_put_space(shelf.catalogue, &record, &shelf.error), KVK_OK);
+        shelf_reopen(&shelf);
+        cr_assert_eq(spaces(&shelf).modes[0], mode);
+    }
+    record.mode = KVK_TENANT_OFF + 1;
+    cr_assert_eq(kvk_catalogue_put_space(shelf.catalogue, &record, &shelf.error), KVK_INVALID);
     shelf_finish(&shelf);
 }
 
