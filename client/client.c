@@ -316,6 +316,7 @@ enum kvk_status kvkeep_prompt_make(const struct kvkeep_prompt *prompt,
     message->message.tokens.len = prompt->token_count * sizeof prompt->tokens[0];
     message->message.salt.data = (uint8_t *)(uintptr_t)prompt->salt;
     message->message.salt.len = prompt->salt_size;
+    message->message.use_public = prompt->use_public;
     if (prompt->span_count == 0) {
         return KVK_OK;
     }
@@ -429,7 +430,9 @@ static bool table_grow(struct kvkeep_table *table, uint64_t count)
     table->tiers = tiers == NULL ? table->tiers : tiers;
     uint32_t *generations = realloc(table->generations, capacity * sizeof generations[0]);
     table->generations = generations == NULL ? table->generations : generations;
-    if (slots == NULL || tiers == NULL || generations == NULL) {
+    uint64_t *spaces = realloc(table->spaces, capacity * sizeof spaces[0]);
+    table->spaces = spaces == NULL ? table->spaces : spaces;
+    if (slots == NULL || tiers == NULL || generations == NULL || spaces == NULL) {
         return false;
     }
     table->capacity = capacity;
@@ -442,6 +445,7 @@ enum kvk_status kvkeep_table_merge(struct kvkeep_table *table, const Kvkeep__V1_
     uint64_t count = part->tiers.len;
     uint64_t end = 0;
     if (part->slots.len != 4 * count || part->generations.len != 4 * count ||
+        (part->spaces.len != 0 && part->spaces.len != 8 * count) ||
         !kvk_add_fits(part->first_block, count, &end) || part->first_block > table->count ||
         end > UINT32_MAX) {
         return kvk_fail(error, KVK_INTERNAL, KVK_CAUSE_NONE, "tables",
@@ -455,6 +459,7 @@ enum kvk_status kvkeep_table_merge(struct kvkeep_table *table, const Kvkeep__V1_
         table->slots[index] = kvk_load_le32(part->slots.data + 4 * i);
         table->tiers[index] = part->tiers.data[i];
         table->generations[index] = kvk_load_le32(part->generations.data + 4 * i);
+        table->spaces[index] = part->spaces.len == 0 ? 0 : kvk_load_le64(part->spaces.data + 8 * i);
     }
     table->count = end > table->count ? end : table->count;
     return KVK_OK;
@@ -465,5 +470,6 @@ void kvkeep_table_finish(struct kvkeep_table *table)
     free(table->slots);
     free(table->tiers);
     free(table->generations);
+    free(table->spaces);
     memset(table, 0, sizeof *table);
 }

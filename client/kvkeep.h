@@ -180,6 +180,12 @@ KVK_CHECKED enum kvk_status kvkeep_map_slots(struct kvkeep_session *session,
                                              struct kvkeep_map *map, struct kvk_error *error);
 KVK_CHECKED enum kvk_status kvkeep_map_scratch(struct kvkeep_session *session, uint64_t size_bytes,
                                                struct kvkeep_map *map, struct kvk_error *error);
+/* The slots of a public space, read-only, in the host tier: `public_space_id` as tables name it.
+ * KVK_NOT_FOUND: it is not public (any more), or not of this space's identity and geometry. */
+KVK_CHECKED enum kvk_status kvkeep_map_public(struct kvkeep_session *session,
+                                              uint64_t public_space_id, uint32_t group,
+                                              uint32_t rank, struct kvkeep_map *map,
+                                              struct kvk_error *error);
 void kvkeep_unmap(struct kvkeep_map *map);
 
 /* ---- Prompts, look-ups, leases ---- */
@@ -198,6 +204,8 @@ struct kvkeep_prompt {
     size_t salt_size;
     const struct kvkeep_span *spans; /* [span_count], sorted */
     uint32_t span_count;
+    bool use_public; /* of look-ups, leases and opening: published prefixes are found too. For
+                        callers that read where kvkeep_table.spaces says */
 };
 
 /* Where blocks of a prefix are; index = block of the prefix. */
@@ -207,6 +215,8 @@ struct kvkeep_table {
     uint32_t *generations; /* [count] */
     uint64_t count;
     uint64_t capacity;
+    uint64_t *spaces; /* [count] whose slot it is: 0: the space's own; else a public one's, see
+                         kvkeep_map_public() */
 };
 
 struct kvkeep_lookup {
@@ -255,6 +265,28 @@ KVK_CHECKED enum kvk_status kvkeep_renew(struct kvkeep_session *session,
 /* Releases on the daemon and finishes the struct, whether or not the daemon still knew it. */
 KVK_CHECKED enum kvk_status kvkeep_release(struct kvkeep_session *session,
                                            struct kvkeep_lease *lease, struct kvk_error *error);
+
+/* ---- Public prefixes ---- */
+
+struct kvkeep_publication {
+    uint64_t id;       /* for kvkeep_unpublish() */
+    uint64_t space_id; /* the public space, as tables name it */
+    uint64_t tokens;
+    uint64_t blocks, bytes; /* of all groups; paid for by the publisher */
+    bool created;           /* false: it was public before, by itself or within a longer one */
+};
+
+/* The prompt's whole blocks, which are cached, become public; without a salt. KVK_PERMISSION: no
+ * such right. KVK_NOT_FOUND: not all of it is cached. May be repeated. */
+KVK_CHECKED enum kvk_status kvkeep_publish(struct kvkeep_client *client,
+                                           const struct kvkeep_space *space,
+                                           const struct kvkeep_prompt *prompt,
+                                           struct kvkeep_publication *publication,
+                                           struct kvk_error *error);
+/* No look-up finds it any more. `held_blocks` (may be NULL): somebody still reads. KVK_NOT_FOUND:
+ * there is none of this id that the caller may withdraw. */
+KVK_CHECKED enum kvk_status kvkeep_unpublish(struct kvkeep_client *client, uint64_t public_id,
+                                             uint64_t *held_blocks, struct kvk_error *error);
 
 /* ---- Sequences ---- */
 

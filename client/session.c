@@ -338,6 +338,14 @@ enum kvk_status kvkeep_map_slots(struct kvkeep_session *session, const struct kv
     return map_memory(session, &request, map, error);
 }
 
+enum kvk_status kvkeep_map_public(struct kvkeep_session *session, uint64_t public_space_id,
+                                  uint32_t group, uint32_t rank, struct kvkeep_map *map,
+                                  struct kvk_error *error)
+{
+    const struct kvkeep_space space = {.id = public_space_id};
+    return kvkeep_map_slots(session, &space, group, rank, KVKEEP_TIER_HOST, true, map, error);
+}
+
 enum kvk_status kvkeep_map_scratch(struct kvkeep_session *session, uint64_t size_bytes,
                                    struct kvkeep_map *map, struct kvk_error *error)
 {
