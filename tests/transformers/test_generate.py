@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+import kvkeep
 from kvkeep.transformers import CachedModel
 
 DECODERS = ["llama", "qwen3", "mistral", "gemma3", "gpt2", "deepseek"]
@@ -236,6 +237,33 @@ def test_positions_that_are_not_a_rows_own_are_not_stored(shared):
         assert cached.report.stored_tokens == 0 and cached.cache(other).get_seq_length() == 0
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_what_is_forgotten_while_it_is_used(shared, name):
+    """Under a window only the window's bytes were loaded: what came before can't be stored again."""
+    model = models.build(name, seed=12)
+    ids = models.prompt(41, seed=32)
+    expected = model.generate(ids, attention_mask=ones(ids), **NEW)
+
+    class Forget(transformers.StoppingCriteria):
+        def __call__(self, tokens, scores, **_):
+            if tokens.shape[1] == 42:
+                with kvkeep.connect(shared.target) as client:
+                    client.invalidate(model=type(model).__name__)
+            return torch.zeros(len(tokens), dtype=torch.bool)
+
+    with wrap(model, shared, salt="forgotten") as cached:
+        cached.generate(ids, attention_mask=ones(ids), **NEW)
+        same(cached.generate(ids, attention_mask=ones(ids), **NEW, stopping_criteria=[Forget()]),
+             expected)
+        assert cached.report.reused_tokens == 40
+        for length in (41, 30):
+            part = ids[:, :length]
+            wanted = model.generate(part, attention_mask=ones(part), **NEW)
+            same(cached.generate(part, attention_mask=ones(part), **NEW), wanted)
+            if name != "llama" and length == 41:
+                assert cached.report.reused_tokens == 0
+
+
 def test_half_precision(shared):
     for name in ("llama", "gemma3"):
         model = models.build(name, seed=10, dtype=torch.bfloat16)
@@ -254,6 +282,7 @@ def test_what_cannot_be_cached_is_generated_as_without(shared):
     reasons = {
         "use_cache": {"use_cache": False}, "cache_implementation": {"cache_implementation": "static"},
         "prefill_chunk_size": {"prefill_chunk_size": 8},
+        "output_hidden_states": {"output_hidden_states": True},
         "tokens are not known": {"past_key_values": "fresh"},
         "position_ids": {"position_ids": torch.arange(20)[None]}}
     with wrap(model, shared) as cached:

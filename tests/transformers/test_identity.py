@@ -81,13 +81,18 @@ def test_weights_that_change_under_the_wrapper(shared):
         cached.weights_changed()
         step(0)
         step(24)
-        kept = cached.cache(IDS)
+        longer = torch.cat([IDS, models.prompt(9, seed=63)], dim=1)
+        kept = cached.cache(longer)
+        weight = model.lm_head.weight
         with torch.no_grad():
-            model.lm_head.weight.mul_(2.0)
-        model(input_ids=IDS, past_key_values=kept)
-        cached.store(kept)  # what it computed is of the new weights, its beginning of the old
-        cached.generate(IDS, **NEW, past_key_values=kept)
+            before = weight.clone()
+            weight.mul_(2.0)
+            model(input_ids=longer, past_key_values=kept)
+            weight.copy_(before)  # as it was: but not while this was computed
+        cached.store(kept)
+        cached.generate(torch.cat([longer, IDS], dim=1), max_new_tokens=5, past_key_values=kept)
         assert cached.report.stored_tokens == 0
+        assert cached.cache(longer).get_seq_length() == 24
 
 
 def test_a_tokenizer_and_its_template_count(shared):
@@ -139,6 +144,12 @@ def test_adapters_never_stand_in_for_each_other(shared):
         assert step() == 24
         with both.disable_adapter():
             assert step() == 24  # the base as it is without: the plain model's
+        longer = torch.cat([IDS, models.prompt(9, seed=64)], dim=1)
+        kept = cached.cache(longer)
+        with both.disable_adapter(), torch.no_grad():
+            both(input_ids=longer, past_key_values=kept)
+        cached.store(kept)  # computed without the adapter that it was asked for with
+        assert cached.cache(longer).get_seq_length() == 24
         both.merge_adapter()
         assert step() == 0
         both.unmerge_adapter()

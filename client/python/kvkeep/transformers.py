@@ -178,8 +178,7 @@ class CachedModel:
         """With a cache of an earlier call, which knows its tokens."""
         own = _own(given)
         assert own is not None
-        if self._call_shape(own) is None:
-            own.trusted = False
+        own.watched = True
         try:
             return self.model.generate(ids, **kwargs)
         finally:
@@ -231,8 +230,10 @@ class CachedModel:
             return "custom_generate"
         for name, plain in (("use_cache", (None, True)), ("prefill_chunk_size", (None,)),
                             ("cache_implementation", (None, "dynamic")),
-                            ("token_healing", (None, False))):
-            if self._word(kwargs, name) not in plain:
+                            ("token_healing", (None, False)),
+                            ("output_attentions", (None, False)),
+                            ("output_hidden_states", (None, False))):
+            if self._word(kwargs, name) not in plain:  # or: of tokens that are not computed again
                 return f"{name} is set"
         return ""
 
@@ -258,6 +259,7 @@ class CachedModel:
             cache.trusted = False
             return cache
         cache = self.loaded(shape, input_ids, spans, may_compute=True)
+        cache.watched = True
         self.report.load_s = time.monotonic() - began
         return cache
 
@@ -267,6 +269,7 @@ class CachedModel:
         own = _own(cache)
         if own is not None:
             self._flush(own, pad)
+            own.watched = True
             for row in own.rows:
                 row.writer, row.keep, row.failed = None, None, False
         self._close_writers(())
@@ -447,6 +450,8 @@ class CachedModel:
             return None
         if len(ids) > len(own.rows) and len(ids) % len(own.rows) == 0:
             given.batch_repeat_interleave(len(ids) // len(own.rows))  # beams and the like begin
+        if own.watched and self._call_shape(own) is None:
+            own.trusted = False  # by hand, the model may be another at each step
         first, own.loaded_columns = own.loaded_columns, 0
         if first > 0 and ids.shape[1] >= own.prompt_columns and \
                 (mask is None or mask.shape[1] == ids.shape[1]):

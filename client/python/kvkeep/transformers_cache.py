@@ -118,7 +118,8 @@ class KvkeepCache(DynamicCache):  # type: ignore[misc]
         self.takes_positions = takes_positions
         self.ids: torch.Tensor | None = None  # [row][column]
         self.bad: torch.Tensor | None = None  # bool [row], on the model's device
-        self.trusted = True                   # no ids are missing
+        self.trusted = True                   # no ids are missing, and the model was the same
+        self.watched = False                  # the model is to be looked at before each step
         self.loaded_columns = 0               # not to be computed by the first step
         self.stored_columns = 0
         self.identity: Any = None             # whose K and V these are; None: never stored

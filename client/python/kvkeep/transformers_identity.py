@@ -65,9 +65,9 @@ def switches(model: Any, own_hooks: Iterable[int] = ()) -> Switches:
             hooks.append(name)
         if getattr(module, "is_causal", True) is False:
             both_ways = True
-        if hasattr(module, "lora_A") or hasattr(module, "adapter_layer_names"):
-            active = [] if getattr(module, "disable_adapters", False) else \
-                list(getattr(module, "active_adapters", []))
+        on = getattr(module, "active_adapters", None)  # of a whole model it is a method
+        if isinstance(on, (list, tuple)):
+            active = [] if getattr(module, "disable_adapters", False) else list(on)
             merged = list(getattr(module, "merged_adapters", []))
             scaling = {key: getattr(module, "scaling", {}).get(key) for key in active}
             if active or merged:
