@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # A real Redis Cluster on loopback for tests: masters and replicas in a folder of their own.
 #
-#     tests/cluster/cluster.sh start FOLDER PORT [MASTERS [REPLICAS]]     3 and 1 each; nodes are
-#                                                    PORT, PORT + 1, …: masters first
-#     tests/cluster/cluster.sh signal FOLDER PORT SIGNAL                  KILL, STOP, CONT … one node
-#     tests/cluster/cluster.sh reshard PORT FROM_PORT TO_PORT SLOTS       move slots with their keys
-#     tests/cluster/cluster.sh all FOLDER COMMAND…                        a command to every node
-#     tests/cluster/cluster.sh stop FOLDER                                kill all, remove the folder
+#     cluster.sh start FOLDER PORT [MASTERS [REPLICAS]]   3 and 1 each; nodes are PORT, PORT + 1, …:
+#                                                         masters first
+#     cluster.sh signal FOLDER PORT SIGNAL                KILL, STOP, CONT …: one node
+#     cluster.sh reshard PORT FROM_PORT TO_PORT SLOTS     move slots with their keys
+#     cluster.sh all FOLDER COMMAND…                      a command to every node
+#     cluster.sh stop FOLDER                              kill all, remove the folder
 #
 # Exits with 77 where redis-server is not installed.
 set -euo pipefail

@@ -1,0 +1,315 @@
+/*
+ * The remote store as one server: with a user of the ACL that may do no more than is needed, over
+ * TLS, with wrong passwords and certificates; and servers that answer nonsense. What is wrong is
+ * said in words, and nobody waits.
+ *
+ * Skipped where redis-server is not installed.
+ */
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+
+#include "tests/cluster/remote_client.h"
+
+#define BLOCK_BYTES (300U << 10)
+#define BLOCKS 40U
+#define WAIT_MS 8000
+
+static struct {
+    char folder[64];
+    unsigned port;
+    struct kvk_remote_space space;
+} house;
+
+static int KVK_PRINTF(1, 2) command(const char *format, ...)
+{
+    char text[1024];
+    va_list arguments;
+    va_start(arguments, format);
+    (void)vsnprintf(text, sizeof(text), format, arguments);
+    va_end(arguments);
+    int code = system(text);
+    return WIFEXITED(code) ? WEXITSTATUS(code) : 1;
+}
+
+static void house_end(void)
+{
+    (void)command("kill -KILL $(cat %s/pid) 2>/dev/null; rm -rf -- %s", house.folder, house.folder);
+}
+
+static void client_fail(void)
+{
+    house_end();
+    exit(1);
+}
+
+/* A server with TLS on the next port, and users. */
+static void house_open(void)
+{
+    uint8_t secret[KVK_REMOTE_SECRET_SIZE] = {3};
+    struct kvk_remote_space_options options = {
+        .secret = secret,
+        .space = secret,
+        .shape = secret,
+        .block_bytes = BLOCK_BYTES,
+    };
+    CHECK(kvk_remote_space_init(&house.space, &options, NULL) == KVK_OK);
+    house.port = 31000 + (unsigned)getpid() % 800 * 2;
+    (void)snprintf(house.folder, sizeof(house.folder), "/tmp/kvkeep-single-%d", (int)getpid());
+    CHECK(mkdir(house.folder, 0700) == 0);
+    CHECK(command("cd %s && openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 "
+                  "-nodes -days 2 -subj /CN=store -addext subjectAltName=DNS:store,IP:127.0.0.1 "
+                  "-keyout key.pem -out cert.pem 2>/dev/null && "
+                  "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes "
+                  "-days 2 -subj /CN=other -keyout other-key.pem -out other.pem 2>/dev/null",
+                  house.folder) == 0);
+    char text[256];
+    (void)snprintf(text, sizeof(text), "%s/users.acl", house.folder);
+    FILE *file = fopen(text, "w");
+    CHECK(file != NULL);
+    CHECK(fputs("user default off\n"
+                "user kvkeep on >open-sesame ~kvkeep:* +getrange +set +unlink +ping "
+                "+cluster|slots\n"
+                "user reader on >read-only ~kvkeep:* +getrange +cluster|slots\n",
+                file) >= 0);
+    CHECK(fclose(file) == 0);
+    CHECK(command("cd %s && redis-server --port %u --bind 127.0.0.1 --tls-port %u "
+                  "--tls-cert-file cert.pem --tls-key-file key.pem --tls-ca-cert-file cert.pem "
+                  "--tls-auth-clients no --aclfile %s/users.acl --save '' --daemonize yes "
+                  "--pidfile %s/pid --logfile log >/dev/null",
+                  house.folder, house.port, house.port + 1, house.folder, house.folder) == 0);
+}
+
+static struct kvk_remote *store_open(const char *user, const char *password, const char *ca,
+                                     const char *name)
+{
+    char seeds[64];
+    char path[128];
+    (void)snprintf(seeds, sizeof(seeds), "127.0.0.1:%u", house.port + (ca != NULL ? 1 : 0));
+    (void)snprintf(path, sizeof(path), "%s/%s", house.folder, ca != NULL ? ca : "");
+    struct kvk_remote_options options = {
+        .seeds = seeds,
+        .user = user,
+        .password = password,
+        .tls = ca != NULL,
+        .tls_ca_file = path,
+        .tls_name = name,
+        .ttl_ms = 60000,
+    };
+    struct kvk_remote *remote = NULL;
+    struct kvk_error error;
+    enum kvk_status status = kvk_remote_open(&options, &remote, &error);
+    if (status != KVK_OK) {
+        (void)fprintf(stderr, "%s\n", error.text);
+    }
+    CHECK(status == KVK_OK);
+    return remote;
+}
+
+static void use(struct kvk_remote *remote)
+{
+    struct client client;
+    CHECK(client_await(remote, KVK_REMOTE_GOOD, WAIT_MS));
+    CHECK(!client_health(remote).cluster && client_health(remote).node_count == 1);
+    client_init(&client, remote, &house.space, BLOCKS);
+    CHECK(client_run(&client, KVK_REMOTE_STORE, 0, BLOCKS, false, 5000) == BLOCKS);
+    CHECK(client_run(&client, KVK_REMOTE_EXISTS, 0, BLOCKS, true, 5000) == BLOCKS);
+    CHECK(client_run(&client, KVK_REMOTE_FETCH, 0, BLOCKS, true, 5000) == BLOCKS);
+    CHECK(client_run(&client, KVK_REMOTE_DROP, 0, BLOCKS, false, 5000) == BLOCKS);
+    CHECK(client_run(&client, KVK_REMOTE_FETCH, 0, BLOCKS, true, 5000) == 0);
+    client_finish(&client);
+    struct kvk_remote_health health = client_health(remote);
+    CHECK(health.counters.bytes[KVK_REMOTE_FETCH] == (uint64_t)BLOCKS * BLOCK_BYTES);
+    CHECK(health.counters.bytes[KVK_REMOTE_STORE] == (uint64_t)BLOCKS * BLOCK_BYTES);
+    CHECK(health.counters.blocks[KVK_REMOTE_FETCH][KVK_REMOTE_HIT] == BLOCKS);
+    CHECK(health.fetch_rate > 0 && health.store_rate > 0 && health.round_trip_ns > 0);
+    CHECK(health.batches_now == 0 && health.bytes_now == 0 && health.counters.batches == 5);
+}
+
+static void lets_nobody_in(struct kvk_remote *remote, const char *word)
+{
+    uint64_t until = now_ns() + WAIT_MS * KVK_NS_PER_MS;
+    while (strstr(client_health(remote).reason, word) == NULL) {
+        CHECK(now_ns() < until);
+        (void)usleep(2000);
+    }
+    CHECK(client_health(remote).state == KVK_REMOTE_AWAY);
+    CHECK(client_health(remote).counters.connect_failures > 0);
+    CHECK(strstr(client_health(remote).reason, "sesame") == NULL);
+    kvk_remote_close(remote);
+}
+
+/* ---- Servers that are none ---- */
+
+struct nonsense {
+    const char *text;
+    size_t size;
+    unsigned port;
+    int listener;
+    _Atomic bool stop;
+};
+
+static void *nonsense_main(void *context)
+{
+    struct nonsense *nonsense = context;
+    while (!nonsense->stop) {
+        int fd = accept(nonsense->listener, NULL, NULL);
+        if (fd < 0) {
+            break;
+        }
+        char asked[4096];
+        if (recv(fd, asked, sizeof(asked), 0) > 0) {
+            (void)!send(fd, nonsense->text, nonsense->size, MSG_NOSIGNAL);
+            (void)recv(fd, asked, sizeof(asked), 0); /* till it is closed, or says more */
+        }
+        (void)close(fd);
+    }
+    return NULL;
+}
+
+static void nonsense_is_survived(const char *text, size_t size)
+{
+    struct nonsense nonsense = {.text = text, .size = size};
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
+    socklen_t length = sizeof(address);
+    pthread_t thread;
+    char seeds[64];
+    nonsense.listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    CHECK(bind(nonsense.listener, (struct sockaddr *)&address, sizeof(address)) == 0);
+    CHECK(listen(nonsense.listener, 8) == 0);
+    CHECK(getsockname(nonsense.listener, (struct sockaddr *)&address, &length) == 0);
+    CHECK(pthread_create(&thread, NULL, nonsense_main, &nonsense) == 0);
+    (void)snprintf(seeds, sizeof(seeds), "127.0.0.1:%u", ntohs(address.sin_port));
+    struct kvk_remote_options options = {
+        .seeds = seeds, .node_timeout_ms = 100, .breaker_retry_ms = 10};
+    struct kvk_remote *remote = NULL;
+    struct client client;
+    CHECK(kvk_remote_open(&options, &remote, NULL) == KVK_OK);
+    client_init(&client, remote, &house.space, 1);
+    uint64_t until = now_ns() + 300 * KVK_NS_PER_MS;
+    while (now_ns() < until) {
+        CHECK(client_run(&client, KVK_REMOTE_FETCH, 0, 1, false, 50) == 0);
+        (void)usleep(5000);
+    }
+    struct kvk_remote_counters counters = client_health(remote).counters;
+    CHECK(counters.connect_failures + counters.lost_connections > 0);
+    kvk_remote_close(remote);
+    nonsense.stop = true;
+    (void)shutdown(nonsense.listener, SHUT_RDWR);
+    CHECK(pthread_join(thread, NULL) == 0);
+    (void)close(nonsense.listener);
+    client_finish(&client);
+}
+
+static void all_nonsense(void)
+{
+#define TEXT(text) nonsense_is_survived(text, sizeof(text) - 1)
+    TEXT("HTTP/1.1 400 Bad Request\r\n\r\n");
+    TEXT("+PONG\r\n+PONG\r\n+PONG\r\n"); /* answers to nothing */
+    TEXT("+PONG\r\n*2000000000\r\n");    /* an array of all memory */
+    TEXT("+PONG\r\n*-7\r\n$-9\r\n");
+    TEXT("+PONG\r\n$999999999999\r\nxx\r\n"); /* a value of all memory */
+    TEXT("+PONG\r\n*1\r\n*3\r\n:0\r\n:99999\r\n*2\r\n$1\r\na\r\n:1\r\n"); /* slots past the end */
+    TEXT("+PONG\r\n*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n*0\r\n:99\r\n");     /* a host that is none */
+    TEXT("+PONG\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n:1\r\n"); /* deep */
+    TEXT("-ERR no\r\n");
+    TEXT("+PONG\r\n-ERR This instance has cluster support disabled\r\n$-1\r\n");
+    TEXT("\0\0\0\0");
+    TEXT("");
+#undef TEXT
+}
+
+/* Batches that nobody answers end when the store is closed, with their callback. */
+static void closed_under_way(void)
+{
+    struct kvk_remote *remote = store_open("kvkeep", "open-sesame", NULL, NULL);
+    struct client client;
+    CHECK(client_await(remote, KVK_REMOTE_GOOD, WAIT_MS));
+    client_init(&client, remote, &house.space, BLOCKS);
+    CHECK(command("kill -STOP $(cat %s/pid)", house.folder) == 0);
+    CHECK(client_submit(&client, KVK_REMOTE_FETCH, 0, BLOCKS, 1, false, 60000));
+    (void)usleep(50000);
+    kvk_remote_close(remote);
+    CHECK(client.done && client.blocks[0].result == KVK_REMOTE_CANCELLED);
+    CHECK(command("kill -CONT $(cat %s/pid)", house.folder) == 0);
+    client_finish(&client);
+}
+
+static void wrong_options(void)
+{
+    const struct kvk_remote_options wrong[] = {
+        {.seeds = ""},
+        {.seeds = "host"},
+        {.seeds = "a:1,,b:2"},
+        {.seeds = "a:1", .key_prefix = "no spaces"},
+        {.seeds = "a:1", .key_prefix = "{tag}"},
+        {.seeds = "a:1", .key_prefix = "0123456789012345678901234567890123456789"},
+        {.seeds = "a:1", .thread_count = KVK_REMOTE_THREADS_MAX + 1},
+        {.seeds = "a:1", .connection_count = 17},
+        {.seeds = "a:1", .request_count_max = 7},
+        {.seeds = "a:1", .tls = true, .tls_ca_file = "/nowhere/at/all"},
+    };
+    const char *const fields[] = {"seeds",
+                                  "seeds",
+                                  "seeds",
+                                  "key_prefix",
+                                  "key_prefix",
+                                  "key_prefix",
+                                  "thread_count",
+                                  "connection_count",
+                                  "request_count_max",
+                                  "tls_ca_file"};
+    for (size_t i = 0; i < sizeof(wrong) / sizeof(wrong[0]); i++) {
+        struct kvk_remote *remote = NULL;
+        struct kvk_error error;
+        CHECK(kvk_remote_open(&wrong[i], &remote, &error) == KVK_INVALID);
+        CHECK(strcmp(error.field, fields[i]) == 0);
+    }
+}
+
+int main(void)
+{
+    if (command("command -v redis-server >/dev/null") != 0) {
+        (void)fprintf(stderr, "skipped: redis-server is not installed (deploy/packages.sh "
+                              "--test)\n");
+        return 77;
+    }
+    house_open();
+    wrong_options();
+    struct kvk_remote *remote = store_open("kvkeep", "open-sesame", NULL, NULL);
+    use(remote);
+    kvk_remote_close(remote);
+    remote = store_open("kvkeep", "open-sesame", "cert.pem", NULL);
+    use(remote);
+    kvk_remote_close(remote);
+    remote = store_open("kvkeep", "open-sesame", "cert.pem", "store");
+    use(remote);
+    kvk_remote_close(remote);
+
+    lets_nobody_in(store_open("kvkeep", "wrong", NULL, NULL), "WRONGPASS");
+    lets_nobody_in(store_open("", "", NULL, NULL), "NOAUTH");
+    lets_nobody_in(store_open("kvkeep", "open-sesame", "other.pem", NULL), "certificate");
+    lets_nobody_in(store_open("kvkeep", "open-sesame", "cert.pem", "elsewhere"), "mismatch");
+
+    /* Who may not write is refused, each time in words, and may go on reading. */
+    remote = store_open("reader", "read-only", NULL, NULL);
+    CHECK(client_await(remote, KVK_REMOTE_GOOD, WAIT_MS));
+    struct client client;
+    client_init(&client, remote, &house.space, 1);
+    CHECK(client_run(&client, KVK_REMOTE_STORE, 0, 1, false, 1000) == 0);
+    CHECK(client.blocks[0].result == KVK_REMOTE_REFUSED);
+    CHECK(strstr(client_health(remote).reason, "NOPERM") != NULL);
+    CHECK(client_run(&client, KVK_REMOTE_FETCH, 0, 1, false, 1000) == 0);
+    CHECK(client.blocks[0].result == KVK_REMOTE_ABSENT);
+    client_finish(&client);
+    kvk_remote_close(remote);
+
+    closed_under_way();
+    all_nonsense();
+    kvk_remote_space_finish(&house.space);
+    house_end();
+    return 0;
+}
