@@ -15,7 +15,8 @@ llama-cpp-python:
 
     pip download --no-deps --no-binary llama-cpp-python llama-cpp-python && tar xzf llama_cpp*.gz
     cmake -S llama_cpp*/vendor/llama.cpp -B b -DBUILD_SHARED_LIBS=ON -DGGML_NATIVE=ON
-          -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF
+          -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
+          -DLLAMA_CURL=OFF
     cmake --build b --target ggml-cpu          # then --ggml b/bin
 
 Milliseconds are medians; lower is better.
