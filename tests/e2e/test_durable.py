@@ -205,6 +205,8 @@ def test_a_space_comes_back_under_its_id(lasting, kill):
     space = open_space(worker, model=b"kept")
     assert space.created
     worker.call("Invalidate", pb.InvalidateRequest(space_id=space.space_id))
+    worker.call("SetSpaceMode", pb.SetSpaceModeRequest(space_id=space.space_id,
+                                                       mode=pb.MODE_SHADOW), stub=worker.admin)
     lasting.restart(kill)
     worker = Worker(lasting.daemon)
     again = open_space(worker, model=b"kept")
@@ -212,6 +214,7 @@ def test_a_space_comes_back_under_its_id(lasting, kill):
     assert stats(worker)["kvkeep_spaces_restored_total"] == 1
     rows = worker.call("ListSpaces", pb.ListSpacesRequest(), stub=worker.admin).spaces
     assert [row.generation for row in rows] == [2]
+    assert [row.mode for row in rows] == [pb.MODE_SHADOW]
     worker.leave()
 
 

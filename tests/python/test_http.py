@@ -117,6 +117,16 @@ def test_bad_requests(web):
         code, text, _ = site.ask("POST", "/api/GetOccupancy", body, token=TOKEN)
         assert code == 400 and word in text.decode(), (body, text)
     assert site.ask("POST", "/api/ListSequences", b'{"limit": -1}', token=TOKEN)[0] == 400
+    for number, word in ((b"9223372036854775808", "JSON"), (b"18446744073709551616", "JSON"),
+                         (b'"18446744073709551616"', "limit"), (b'"99999999999999999999"', "limit"),
+                         (b'"1x"', "limit"), (b'""', "limit"), (b'" 1"', "limit"),
+                         (b'"-1"', "limit"), (b"1.5", "limit"), (b"1e3", "limit")):
+        code, text, _ = site.ask("POST", "/api/ListSequences", b'{"limit": %s}' % number,
+                                 token=TOKEN)
+        assert code == 400 and word in text.decode(), (number, text)
+    for number in (b"9223372036854775807", b'"9223372036854775807"', b'"18446744073709551615"'):
+        assert site.ask("POST", "/api/ListSequences", b'{"limit": %s}' % number,
+                        token=TOKEN)[0] == 200, number
     assert site.ask("POST", "/api/GetOccupancy", b" " * 70000, token=TOKEN)[0] == 413
     assert site.ask("GET", "/health/live")[0] == 200
 
