@@ -419,19 +419,20 @@ static enum kvk_status check_group(const Kvkeep__V1__LayerGroup *message, size_t
     return kvk_geometry_check(geometry, field, error);
 }
 
-static enum kvk_status check_groups(const Kvkeep__V1__OpenSpaceRequest *message,
-                                    struct kvk_space_request *request, struct kvk_error *error)
+enum kvk_status kvk_rpc_check_groups(const struct kvk_rpc_shape *shape,
+                                     struct kvk_geometry groups[KVK_GROUP_COUNT_MAX],
+                                     struct kvk_error *error)
 {
     /* Before the groups: their own check would name a field that the message does not have. */
-    const uint32_t tensor_shards = message->tensor_shards > 0 ? message->tensor_shards : 1;
-    const uint32_t pipeline_shards = message->pipeline_shards > 0 ? message->pipeline_shards : 1;
+    const uint32_t tensor_shards = shape->tensor_shards > 0 ? shape->tensor_shards : 1;
+    const uint32_t pipeline_shards = shape->pipeline_shards > 0 ? shape->pipeline_shards : 1;
     const struct {
         uint64_t value;
         uint64_t limit;
         const char *field;
     } counts[] = {
-        {message->block_tokens, KVK_BLOCK_TOKENS_MAX, "block_tokens"},
-        {message->n_groups, KVK_GROUP_COUNT_MAX, "groups"},
+        {shape->block_tokens, KVK_BLOCK_TOKENS_MAX, "block_tokens"},
+        {shape->group_count, KVK_GROUP_COUNT_MAX, "groups"},
         {tensor_shards, KVK_SHARD_COUNT_MAX, "tensor_shards"},
         {pipeline_shards, KVK_SHARD_COUNT_MAX, "pipeline_shards"},
         {(uint64_t)tensor_shards * pipeline_shards, KVK_SHARD_COUNT_MAX, "pipeline_shards"},
@@ -443,19 +444,30 @@ static enum kvk_status check_groups(const Kvkeep__V1__OpenSpaceRequest *message,
             return status;
         }
     }
-    request->block_tokens = message->block_tokens;
-    request->group_count = (uint32_t)message->n_groups;
-    for (size_t i = 0; i < message->n_groups; i++) {
-        struct kvk_geometry *geometry = &request->groups[i];
-        geometry->block_tokens = message->block_tokens;
-        geometry->tensor_shards = tensor_shards;
-        geometry->pipeline_shards = pipeline_shards;
-        enum kvk_status status = check_group(message->groups[i], i, geometry, error);
+    for (size_t i = 0; i < shape->group_count; i++) {
+        groups[i].block_tokens = shape->block_tokens;
+        groups[i].tensor_shards = tensor_shards;
+        groups[i].pipeline_shards = pipeline_shards;
+        enum kvk_status status = check_group(shape->groups[i], i, &groups[i], error);
         if (status != KVK_OK) {
             return status;
         }
     }
     return KVK_OK;
+}
+
+static enum kvk_status space_groups(const Kvkeep__V1__OpenSpaceRequest *message,
+                                    struct kvk_space_request *request, struct kvk_error *error)
+{
+    const struct kvk_rpc_shape shape = {.block_tokens = message->block_tokens,
+                                        .tensor_shards = message->tensor_shards,
+                                        .pipeline_shards = message->pipeline_shards,
+                                        .groups = message->groups,
+                                        .group_count = message->n_groups};
+    enum kvk_status status = kvk_rpc_check_groups(&shape, request->groups, error);
+    request->block_tokens = message->block_tokens;
+    request->group_count = status == KVK_OK ? (uint32_t)message->n_groups : 0;
+    return status;
 }
 
 static enum kvk_status check_cost(const Kvkeep__V1__PrefillCost *message,
@@ -490,7 +502,7 @@ enum kvk_status kvk_rpc_check_space(const Kvkeep__V1__OpenSpaceRequest *message,
         status = take_identity(message->identity, &request->identity, error);
     }
     if (status == KVK_OK) {
-        status = check_groups(message, request, error);
+        status = space_groups(message, request, error);
     }
     if (status == KVK_OK) {
         status = check_cost(message->prefill_cost, request, error);

@@ -257,6 +257,17 @@ KVK_CHECKED enum kvk_status kvk_rpc_check_range(uint64_t first, uint64_t count, 
                                                 struct kvk_error *error);
 
 /* The whole of OpenSpace's request. */
+/* Layer groups as messages give them. */
+struct kvk_rpc_shape {
+    uint32_t block_tokens;
+    uint32_t tensor_shards; /* 0: 1 */
+    uint32_t pipeline_shards;
+    Kvkeep__V1__LayerGroup *const *groups; /* [group_count] */
+    size_t group_count;
+};
+KVK_CHECKED enum kvk_status kvk_rpc_check_groups(const struct kvk_rpc_shape *shape,
+                                                 struct kvk_geometry groups[KVK_GROUP_COUNT_MAX],
+                                                 struct kvk_error *error);
 KVK_CHECKED enum kvk_status kvk_rpc_check_space(const Kvkeep__V1__OpenSpaceRequest *message,
                                                 struct kvk_space_request *request,
                                                 struct kvk_error *error);
@@ -319,6 +330,7 @@ KVK_RPC_HANDLER(kvk_rpc_doctor);
 KVK_RPC_HANDLER(kvk_rpc_get_miss_ratio);
 KVK_RPC_HANDLER(kvk_rpc_get_stats);
 KVK_RPC_HANDLER(kvk_rpc_drain);
+KVK_RPC_HANDLER(kvk_rpc_plan);
 KVK_RPC_HANDLER(kvk_rpc_get_usage);
 KVK_RPC_HANDLER(kvk_rpc_create_tenant);
 KVK_RPC_HANDLER(kvk_rpc_list_tenants);

@@ -293,6 +293,9 @@ static uint64_t count_limit(const struct kvk_config *config,
         descriptor == &kvkeep__v1__open_sequence_request__descriptor) {
         return KVK_HINTS_MAX;
     }
+    if (descriptor == &kvkeep__v1__plan_request__descriptor) {
+        return KVK_PLAN_LENGTHS_MAX; /* of groups fewer, by their check */
+    }
     KVK_UNREACHABLE(); /* a request with a repeated field that nobody bounded */
 }
 

@@ -19,6 +19,8 @@
 #include "daemon/cache.h"
 #include "daemon/server.h"
 
+#define KVK_PLAN_LENGTHS_MAX 1024 /* of one Plan */
+
 /* ---- memory ---- */
 
 struct kvk_rpc_chunk;

@@ -56,6 +56,11 @@ void *ctl_admin_call_within(const struct ctl_options *options, const char *metho
                             const ProtobufCMessageDescriptor *response_type, uint32_t timeout_ms,
                             int *code);
 
+/* A space by its number, or the one space of that model (of that tenant; NULL: any). 0: none, and
+ * it was said; *code is the exit code. */
+uint64_t ctl_space_find(const struct ctl_options *options, const char *command, const char *name,
+                        const char *tenant, int *code);
+
 /* ---- tables for people ---- */
 
 #define CTL_COLUMNS_MAX 16

@@ -35,7 +35,10 @@ static const struct ctl_command command = {
              "  --sequences N          so many (of each length; or to share the budget)\n"
              "  --max-length N         what static allocation would give each\n"
              "  --prompt N --output N [--prefix-hit 0…1] [--preempt]    what runs at once\n"
-             "  --plot FILE.svg        sequences at once against context\n",
+             "  --plot FILE.svg        sequences at once against context\n"
+             "or, of a running daemon:\n"
+             "  --space ID|MODEL [--tenant NAME] [--budget SIZE] [--prompt N --output N]\n"
+             "                         what was planned for a live space against what it takes\n",
 };
 
 struct plan {
@@ -44,6 +47,7 @@ struct plan {
     struct plan_notes notes;
     char model[64];
     const char *config, *plot, *format;
+    const char *space, *tenant; /* of a running daemon; NULL: none is asked */
     uint32_t window, sinks;
     uint64_t budget, device_memory, weights, reserve, workspace;
     bool budget_given;
@@ -87,6 +91,8 @@ enum {
     OPTION_PREFIX_HIT,
     OPTION_PREEMPT,
     OPTION_PLOT,
+    OPTION_SPACE,
+    OPTION_TENANT,
 };
 
 static const struct option names[] = {
@@ -117,6 +123,8 @@ static const struct option names[] = {
     {"prefix-hit", required_argument, NULL, OPTION_PREFIX_HIT},
     {"preempt", no_argument, NULL, OPTION_PREEMPT},
     {"plot", required_argument, NULL, OPTION_PLOT},
+    {"space", required_argument, NULL, OPTION_SPACE},
+    {"tenant", required_argument, NULL, OPTION_TENANT},
     {NULL, 0, NULL, 0},
 };
 
@@ -228,6 +236,12 @@ static bool take_load(struct plan *plan, int option, const char *value)
         return parse_share(value, &plan->prefix_hit);
     case OPTION_PREEMPT:
         plan->preempt = true;
+        return true;
+    case OPTION_SPACE:
+        plan->space = value;
+        return true;
+    case OPTION_TENANT:
+        plan->tenant = value;
         return true;
     default:
         plan->plot = value;
@@ -693,6 +707,16 @@ int ctl_plan(const struct ctl_options *options, int argc, char **argv)
                                       .block_tokens = 16}};
     if (!options_take(&plan, argc, argv)) {
         return ctl_usage(&command, NULL);
+    }
+    if (plan.space != NULL) {
+        const struct plan_live live = {.space = plan.space,
+                                       .tenant = plan.tenant,
+                                       .budget = plan.budget,
+                                       .prompt = plan.prompt,
+                                       .output = plan.output,
+                                       .preempt = plan.preempt};
+        return plan.config != NULL ? ctl_usage(&command, "a config.json or --space")
+                                   : plan_live(options, &live);
     }
     if (!model_find(&plan) || !budget_find(&plan)) {
         return CTL_FAILED;

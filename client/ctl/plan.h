@@ -37,4 +37,15 @@ struct plan_point {
 bool plan_plot(const char *path, const char *title, const struct plan_point *points,
                uint32_t count);
 
+/* Planned against measured, of a live space. The exit code. */
+struct ctl_options;
+struct plan_live {
+    const char *space;  /* its number, or its model */
+    const char *tenant; /* NULL: any */
+    uint64_t budget;    /* of each rank; 0: the daemon's first tier */
+    uint64_t prompt, output;
+    bool preempt;
+};
+int plan_live(const struct ctl_options *options, const struct plan_live *live);
+
 #endif

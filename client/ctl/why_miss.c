@@ -124,53 +124,10 @@ static bool file_parse(struct prompt *prompt, const char *path)
     return right;
 }
 
-/* ---- The space ---- */
-
 static ProtobufCBinaryData data_of(const char *text)
 {
     return (ProtobufCBinaryData){.data = (uint8_t *)(uintptr_t)text,
                                  .len = text == NULL ? 0 : strlen(text)};
-}
-
-static bool is_number(const char *text)
-{
-    return text[0] != '\0' && strspn(text, "0123456789") == strlen(text);
-}
-
-/* By its number, or the one space of that model. 0: none, and it was said. */
-static uint64_t space_find(const struct ctl_options *options, const char *name, const char *tenant,
-                           int *code)
-{
-    *code = CTL_OK;
-    if (is_number(name)) {
-        return strtoull(name, NULL, 10);
-    }
-    Kvkeep__V1__ListSpacesRequest request = KVKEEP__V1__LIST_SPACES_REQUEST__INIT;
-    request.tenant = data_of(tenant);
-    Kvkeep__V1__ListSpacesResponse *response =
-        ctl_admin_call(options, "/kvkeep.v1.Admin/ListSpaces", &request.base,
-                       &kvkeep__v1__list_spaces_response__descriptor, code);
-    if (response == NULL) {
-        return 0;
-    }
-    uint64_t id = 0;
-    uint32_t found = 0;
-    for (size_t i = 0; i < response->n_spaces; i++) {
-        const Kvkeep__V1__SpaceInfo *space = response->spaces[i];
-        if (space->identity != NULL && space->identity->model.len == strlen(name) &&
-            memcmp(space->identity->model.data, name, strlen(name)) == 0) {
-            id = space->space_id;
-            found++;
-        }
-    }
-    kvkeep__v1__list_spaces_response__free_unpacked(response, NULL);
-    if (found != 1) {
-        (void)fprintf(stderr, "kvkeepctl why: %u spaces have model %s: %s\n", found, name,
-                      found == 0 ? "see kvkeepctl spaces" : "say --tenant, or the space's number");
-        *code = CTL_FAILED;
-        return 0;
-    }
-    return id;
 }
 
 /* ---- The answer ---- */
@@ -314,7 +271,7 @@ int ctl_why_miss(const struct ctl_options *options, int argc, char **argv)
         return ctl_usage(&command, "a space and one prompt of numbers");
     }
     int code;
-    request.space_id = space_find(options, space, tenant, &code);
+    request.space_id = ctl_space_find(options, "why", space, tenant, &code);
     if (code == CTL_OK) {
         message.tokens =
             (ProtobufCBinaryData){.data = prompt.tokens, .len = prompt.count * sizeof(uint32_t)};
