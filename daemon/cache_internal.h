@@ -485,7 +485,7 @@ struct kvk_prefix {
     uint64_t own[KVK_GROUP_COUNT_MAX]; /* blocks from the start that the space's own chain knows */
     const struct kvk_publication *publication; /* whose blocks are among them; NULL: nobody's. Valid
                                                   while the lock is held */
-    uint64_t public_blocks; /* of `blocks`, in group 0 */
+    uint64_t public_blocks;                    /* of `blocks`, in group 0 */
     uint64_t hashed_bytes;
 };
 void kvk_prefix_find(struct kvk_cache *cache, struct kvk_space *space,

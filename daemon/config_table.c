@@ -511,8 +511,9 @@ static const struct kvk_option_field durable_fields[] = {
      AT(drain_flush_ms),
      .fallback = "10 s",
      .maximum = HOUR,
-     .help = "How long kvkeepctl drain waits for blocks that are to be written to disk. It says how "
-             "many were not. 0: not at all."},
+     .help =
+         "How long kvkeepctl drain waits for blocks that are to be written to disk. It says how "
+         "many were not. 0: not at all."},
     {.name = "keeper",
      .kind = KVK_OPTION_CHOICE,
      AT(keeper),

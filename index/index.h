@@ -140,14 +140,12 @@ uint32_t kvk_index_roots_visit(const struct kvk_index *index, uint32_t first, ui
 /* ---- Changing ---- */
 
 /*
- * Put `block`, which must be whole (or hollow, to hold a place) and unindexed, under the cursor with
- * the block_tokens tokens of `content` that begin there. Where it has a copy and is its parent's
- * first child with bytes, the parent (cursor->block before the call) is no longer a leaf: it must be
- * in no queue.
- * KVK_OK: indexed, the cursor stands behind it.
- * KVK_EXISTS: another block stands there; `*winner` is it (it may be hollow), the cursor stands
- * behind the winner, `block` is unchanged.
- * KVK_EXHAUSTED: no memory; nothing changed.
+ * Put `block`, which must be whole (or hollow, to hold a place) and unindexed, under the cursor
+ * with the block_tokens tokens of `content` that begin there. Where it has a copy and is its
+ * parent's first child with bytes, the parent (cursor->block before the call) is no longer a leaf:
+ * it must be in no queue. KVK_OK: indexed, the cursor stands behind it. KVK_EXISTS: another block
+ * stands there; `*winner` is it (it may be hollow), the cursor stands behind the winner, `block` is
+ * unchanged. KVK_EXHAUSTED: no memory; nothing changed.
  */
 KVK_CHECKED enum kvk_status kvk_index_insert(struct kvk_index *index, struct kvk_cursor *cursor,
                                              const struct kvk_content *content, uint32_t block,
