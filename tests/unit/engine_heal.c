@@ -171,6 +171,29 @@ Test(heal, damaged_in_both_places_is_a_miss)
     heal_stop(&heal);
 }
 
+/* A checksum that does not match is found before a byte of it is copied. */
+Test(heal, damaged_on_disk_too_changes_nothing_in_memory)
+{
+    struct heal_stage heal;
+    uint8_t before[128];
+    heal_start(&heal, 0, 16);
+    struct stage *stage = &heal.on.stage;
+    struct kvk_cache *cache = stage->house.cache;
+    uint32_t id = stage_block(stage, heal.sequence, 2);
+    const uint8_t *memory =
+        kvk_block_address(cache, kvk_index_block(cache->index, id), KVK_TIER_HOST, 0);
+    flip_on_disk(&heal, 2);
+    flip(&heal, 2);
+    memcpy(before, memory, sizeof(before));
+    cr_assert_eq(stage_try_read(stage, heal.sequence, 0, 0, TOKENS, 7), KVK_DATA_LOSS);
+    cr_assert_eq(healed(&heal), 0);
+    cr_assert_eq(stage_stats(stage).disk_damaged_blocks, 1);
+    cr_assert_eq(stage_stats(stage).disk_read_failures, 0);
+    cr_assert_arr_eq(memory, before, sizeof(before));
+    stage_check(stage);
+    heal_stop(&heal);
+}
+
 Test(heal, a_disk_that_does_not_read_heals_later)
 {
     struct heal_stage heal;
