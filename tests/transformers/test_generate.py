@@ -100,7 +100,7 @@ def test_beams(shared, name):
             assert got.sequences.tolist() == expected.sequences.tolist()
             assert cached.report.why == ""
         assert cached.report.encoder_reused if model.config.is_encoder_decoder else \
-            cached.report.reused_tokens > 30
+            cached.report.reused_tokens > 30, cached.report
         if not model.config.is_encoder_decoder:  # the beams' own tails were stored under their ids
             best = expected.sequences[:1]
             follow = best[:, -(25 + 14):]

@@ -31,13 +31,15 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import transformers
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
+from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from kvkeep import transformers_call as calls
 from kvkeep import transformers_identity as naming
 from kvkeep.client import Space
 from kvkeep.errors import KvkeepError
 from kvkeep.shapes import ContentSpan, Prompt, Text, as_bytes
+from kvkeep.transformers_call import Report
 from kvkeep.transformers_cache import KvkeepCache, Row, layer_shape, supported
 from kvkeep.transformers_cross import Cross
 from kvkeep.transformers_plan import Span, choose, group_layers, row_spans
@@ -48,25 +50,7 @@ __all__ = ["CachedModel", "KvkeepCache", "Report"]
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-INPUTS = frozenset({"inputs", "input_ids", "attention_mask", "decoder_input_ids",
-                    "decoder_attention_mask"})
 SELF, CROSS = 0, 1
-
-
-@dataclasses.dataclass
-class Report:
-    """What the last call of generate() or cache() took from kvkeep and gave to it, in tokens over
-    all rows. `why`: why nothing was asked; "" where it was."""
-
-    prompt_tokens: int = 0
-    found_tokens: int = 0     # cached in the daemon
-    reused_tokens: int = 0    # of these, not computed again
-    alone_tokens: int = 0     # computed for rows that were behind, before the batch
-    stored_tokens: int = 0    # written, and not there before
-    encoder_reused: bool = False  # all cross-attention was there, and the encoder did not run
-    load_s: float = 0.0
-    store_s: float = 0.0
-    why: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +102,7 @@ class CachedModel:
         self._two_parts = bool(model.config.is_encoder_decoder)
         self._takes_positions = "position_ids" in forward
         self._takes_logits_to_keep = "logits_to_keep" in forward
-        generate = set(inspect.signature(model.generate).parameters) - {"self", "kwargs"}
-        self._known = INPUTS | generate | set(vars(GenerationConfig())) | {
-            "tokenizer", "assistant_tokenizer", "past_key_values"}
+        self._known = calls.known_names(model)
         self._hook: Callable[..., Any] = self._before_forward
         self._handle = model.register_forward_pre_hook(self._hook, with_kwargs=True)
 
@@ -154,7 +136,7 @@ class CachedModel:
         given = kwargs.get("past_key_values")
         if _own(given) is not None:
             return self._go_on(ids, given, kwargs)
-        why = self._why_not_call(ids, kwargs)
+        why = calls.why_not(self.model, ids, kwargs, self._known)
         began = time.monotonic()
         shape = None if why else self._find_shape()
         if shape is None:
@@ -162,7 +144,7 @@ class CachedModel:
             return self.model.generate(ids, **kwargs)
         if self._two_parts:
             return Cross(self, shape).generate(ids, kwargs)
-        kwargs["attention_mask"] = self.mask(ids, kwargs)
+        kwargs["attention_mask"] = calls.mask(self.model, ids, kwargs)
         spans = row_spans(kwargs["attention_mask"].cpu().numpy())
         if spans is None:
             self.report.why = "a row of the attention mask has holes, or no token"
@@ -172,7 +154,7 @@ class CachedModel:
         try:
             return self.model.generate(ids, past_key_values=cache, **kwargs)
         finally:
-            self.store(cache, pad=self.pad(kwargs))
+            self.store(cache, pad=calls.pad(self.model, kwargs))
 
     def _go_on(self, ids: Any, given: Any, kwargs: dict[str, Any]) -> Any:
         """With a cache of an earlier call, which knows its tokens."""
@@ -182,60 +164,11 @@ class CachedModel:
         try:
             return self.model.generate(ids, **kwargs)
         finally:
-            self.store(own, pad=self.pad(kwargs))
+            self.store(own, pad=calls.pad(self.model, kwargs))
 
     def _call_shape(self, cache: KvkeepCache) -> Shape | None:
         shape = self._find_shape()
         return shape if shape is not None and shape.identities[SELF] == cache.identity else None
-
-    def mask(self, ids: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """The mask that was given, or the one that generate() would guess: it is then given."""
-        mask = kwargs.get("attention_mask")
-        if mask is not None:
-            return mask
-        pad, ends = self.pad(kwargs), self._word(kwargs, "eos_token_id")
-        known = torch.as_tensor([] if ends is None else ends).flatten().tolist()
-        if pad is None or pad in known:
-            return torch.ones_like(ids)
-        return (ids != pad).long()
-
-    def _word(self, kwargs: Mapping[str, Any], name: str) -> Any:
-        """A word of the generation's configuration, as the call, its configuration or the model
-        says it."""
-        if kwargs.get(name) is not None:
-            return kwargs[name]
-        for holder in (kwargs.get("generation_config"), self.model.generation_config):
-            if getattr(holder, name, None) is not None:
-                return getattr(holder, name)
-        return None
-
-    def pad(self, kwargs: Mapping[str, Any]) -> int | None:
-        """The padding's id, where there is one."""
-        found = self._word(kwargs, "pad_token_id")
-        return found if isinstance(found, int) else None
-
-    def _why_not_call(self, ids: Any, kwargs: Mapping[str, Any]) -> str:
-        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point() or \
-                ids.shape[1] == 0:
-            return "the prompt is not token ids"
-        for name, value in kwargs.items():
-            if value is not None and name not in self._known:
-                return f"{name}: may decide K and V, and is no part of a prompt that kvkeep knows"
-        if kwargs.get("past_key_values") is not None:
-            return "past_key_values: a cache whose tokens are not known"
-        mask = kwargs.get("attention_mask")
-        if mask is not None and mask.shape != ids.shape:
-            return "attention_mask is not of the prompt's shape"
-        if kwargs.get("custom_generate") is not None:
-            return "custom_generate"
-        for name, plain in (("use_cache", (None, True)), ("prefill_chunk_size", (None,)),
-                            ("cache_implementation", (None, "dynamic")),
-                            ("token_healing", (None, False)),
-                            ("output_attentions", (None, False)),
-                            ("output_hidden_states", (None, False))):
-            if self._word(kwargs, name) not in plain:  # or: of tokens that are not computed again
-                return f"{name} is set"
-        return ""
 
     # ------------------------------------------------------------- by hand
 
@@ -474,6 +407,8 @@ class CachedModel:
 
     def _flush(self, cache: KvkeepCache, pad: int | None) -> None:
         columns = cache.get_seq_length()
+        if not cache.trusted:
+            cache.let_go(columns)
         if not cache.trusted or cache.ids is None or cache.ids.shape[1] != columns or \
                 cache.identity is None or columns == 0:
             return

@@ -17,6 +17,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from kvkeep import transformers_call as calls
 from kvkeep.shapes import ContentSpan, Prompt
 from kvkeep.transformers_plan import Span, row_spans
 from kvkeep.transformers_store import Planes, Store, Writer
@@ -45,7 +46,7 @@ class Cross:
     def generate(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         cached, model = self._cached, self._cached.model
         began = time.monotonic()
-        kwargs["attention_mask"] = mask = cached.mask(ids, kwargs)
+        kwargs["attention_mask"] = mask = calls.mask(model, ids, kwargs)
         spans = row_spans(mask.cpu().numpy())
         decoder = kwargs.get("decoder_input_ids")
         decoder_mask = kwargs.get("decoder_attention_mask")
@@ -78,17 +79,16 @@ class Cross:
         try:
             return model.generate(ids, past_key_values=EncoderDecoderCache(own, cross), **kwargs)
         finally:
-            cached.store(own, pad=cached.pad(kwargs))
+            cached.store(own, pad=calls.pad(model, kwargs))
             if not reused:
                 self._store(cross, contents, lengths)
 
     def _begins(self, decoder: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Does it begin with the start token? Else generate() puts one before it."""
-        for holder in (kwargs.get("generation_config"), self._cached.model.generation_config):
-            for name in ("decoder_start_token_id", "bos_token_id"):
-                start = kwargs.get(name, getattr(holder, name, None))
-                if start is not None:
-                    return isinstance(start, int) and bool((decoder[:, 0] == start).all())
+        for name in ("decoder_start_token_id", "bos_token_id"):
+            start = calls.word(self._cached.model, kwargs, name)
+            if start is not None:
+                return isinstance(start, int) and bool((decoder[:, 0] == start).all())
         return False
 
     @staticmethod
