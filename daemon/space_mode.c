@@ -17,9 +17,7 @@ enum kvk_status kvk_space_set_mode(struct kvk_cache *cache, uint64_t space_id,
         status = kvk_fail(error, KVK_NOT_FOUND, KVK_CAUSE_NONE, "space_id", "no such space");
     } else {
         status = kvk_persist_mode_drops(cache, space, (uint8_t)mode, error);
-    }
-    if (status == KVK_OK) {
-        space->mode = (uint8_t)mode;
+        space->mode = status == KVK_OK ? (uint8_t)mode : space->mode;
     }
     kvk_persist_end(cache);
     kvk_unlock(&cache->lock);
