@@ -177,8 +177,8 @@ void kvk_events_tiers(struct kvk_cache *cache, const struct kvk_group *group, ui
     }
     bool findable = kvk_root_is_current(cache, kvk_index_root_of(cache->index, id));
     for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
-        bool was = (before >> tier & 1U) != 0;
-        bool is = (after >> tier & 1U) != 0;
+        bool was = (before >> tier & 1) != 0;
+        bool is = (after >> tier & 1) != 0;
         if (is && !was && findable) {
             log_stored(cache, group, id, tier);
         } else if (was && !is) {
@@ -292,7 +292,7 @@ void kvk_events_walk_finish(struct kvk_events_walk *walk)
 /* Blocks that came after the walk began have events of their own. */
 static bool is_seen(const struct kvk_events_walk *walk, uint32_t id)
 {
-    return id >= walk->end_id || (walk->seen[id / 8] >> id % 8 & 1U) != 0;
+    return id >= walk->end_id || (walk->seen[id / 8] >> id % 8 & 1) != 0;
 }
 
 /* Tell a block in each tier that has it. False: there is no room. */
