@@ -16,7 +16,7 @@
 #include "base/assert.h"
 
 #define READ_ROUNDS_MAX 16 /* of a connection, before others have their turn */
-#define FEED_SIZE (64U << 10)
+#define FEED_SIZE (16U << 10)
 /* What the reader may hold unread: one value, and what else came with it. */
 #define UNREAD_MAX (KVK_REMOTE_VALUE_MAX + KVK_REMOTE_READ_SIZE + (64U << 10))
 
@@ -91,6 +91,7 @@ void kvk_remote_connection_close(struct kvk_remote_connection *connection, bool 
     connection->output_size = 0;
     connection->output_done = 0;
     connection->unread = false;
+    connection->full = false;
     connection->state = KVK_REMOTE_CLOSED;
     connection->retry_ns =
         now_of(connection) + (failed ? lane->remote->options.breaker_retry_ms * KVK_NS_PER_MS : 0);
@@ -117,8 +118,7 @@ void kvk_remote_connection_close(struct kvk_remote_connection *connection, bool 
 
 bool kvk_remote_connection_takes(const struct kvk_remote_connection *connection)
 {
-    return connection->state == KVK_REMOTE_READY &&
-           connection->sent.count < connection->node->lane->remote->options.pipeline_depth &&
+    return connection->state == KVK_REMOTE_READY && !connection->full &&
            connection->output_size - connection->output_done < KVK_REMOTE_OUTPUT_HIGH;
 }
 
@@ -129,8 +129,9 @@ static uint8_t *output_room(struct kvk_remote_connection *connection, size_t siz
         connection->output_done = 0;
         connection->output_size = 0;
     }
+    /* Not sooner than half of it is written, or every request would move all of the others. */
     if (connection->output_capacity - connection->output_size < size &&
-        connection->output_done > 0) {
+        connection->output_done >= connection->output_capacity / 2) {
         memmove(connection->output, connection->output + connection->output_done,
                 connection->output_size - connection->output_done);
         connection->output_size -= connection->output_done;
@@ -241,9 +242,11 @@ bool kvk_remote_connection_send(struct kvk_remote_connection *connection,
         }
         connection->output_size += block_command_put(request, target);
     }
+    uint32_t depth = connection->node->lane->remote->options.pipeline_depth;
     request->decoded = false;
     request->sent_ns = now_of(connection);
     kvk_remote_list_push(&connection->sent, request);
+    connection->full = connection->sent.count >= depth;
     KVK_REMOTE_COUNT(connection->node->lane->remote, requests, 1);
     return true;
 }
@@ -412,6 +415,7 @@ static bool own_answered(struct kvk_remote_connection *connection, uint8_t kind,
 static bool answers_take(struct kvk_remote_connection *connection)
 {
     struct kvk_remote *remote = connection->node->lane->remote;
+    uint32_t depth = remote->options.pipeline_depth;
     for (;;) {
         void *made = NULL;
         if (redisReaderGetReply(connection->reader, &made) != REDIS_OK ||
@@ -432,6 +436,7 @@ static bool answers_take(struct kvk_remote_connection *connection)
             continue;
         }
         (void)kvk_remote_list_pop(&connection->sent);
+        connection->full = connection->full && connection->sent.count > depth / 2;
         bool open = true;
         if (request->kind == KVK_REMOTE_REQUEST_BLOCK) {
             kvk_remote_request_answered(connection, request, made);

@@ -31,7 +31,8 @@
 #define KVK_REMOTE_REDIRECTS_MAX 5U
 #define KVK_REMOTE_REPEATS_MAX 5U
 #define KVK_REMOTE_REPEAT_PAUSE_NS (20 * KVK_NS_PER_MS)
-#define KVK_REMOTE_OUTPUT_HIGH (4U << 20) /* bytes waiting to be written that stop new requests */
+#define KVK_REMOTE_OUTPUT_HIGH (512U << 10) /* bytes waiting to be written that stop new requests  \
+                                             */
 #define KVK_REMOTE_READ_SIZE (256U << 10)
 #define KVK_REMOTE_COMMAND_SIZE 256 /* of a command without its value */
 
@@ -139,6 +140,7 @@ struct kvk_remote_connection {
     uint64_t retry_ns;    /* CLOSED: not before */
     bool wants_write;     /* as epoll knows it */
     bool unread;          /* bytes may be left in the TLS layer */
+    bool full;            /* its pipeline was, and is more than half so: requests go in groups */
 };
 
 void kvk_remote_connection_open(struct kvk_remote_connection *connection); /* begins to */

@@ -20,6 +20,7 @@
 #define TAG_SIZE 16
 #define NONCE_SIZE 24
 #define GCM_NONCE_SIZE 12
+#define CHUNK_SIZE (32U << 10) /* copied, sealed and hashed while it is in the cache */
 
 /* Where the header's fields lie. The tag covers all before it, the checksum all but itself and the
  * tag. */
@@ -237,21 +238,23 @@ static struct walk walk_part(const struct kvk_remote_want *want,
     return walk;
 }
 
-/* The next run of memory, or false at the part's end. */
+/* The next run of memory, CHUNK_SIZE at most, or false at the part's end. */
 static bool walk_next(struct walk *walk, uint8_t **memory, size_t *size)
 {
     while (walk->left > 0) {
         KVK_ASSERT(walk->index < walk->count); /* the pieces are as large as the block */
         const struct kvk_remote_piece *piece = &walk->pieces[walk->index];
         uint64_t here = piece->size_bytes - walk->offset;
-        if (here > walk->left) {
-            here = walk->left;
-        }
+        here = here < walk->left ? here : walk->left;
+        here = here < CHUNK_SIZE ? here : CHUNK_SIZE;
         *memory = (uint8_t *)piece->memory + walk->offset;
         *size = (size_t)here;
         walk->left -= here;
-        walk->index++;
-        walk->offset = 0;
+        walk->offset += here;
+        if (walk->offset == piece->size_bytes) {
+            walk->index++;
+            walk->offset = 0;
+        }
         if (here > 0) {
             return true;
         }
@@ -309,6 +312,8 @@ void kvk_remote_value_encode(const struct kvk_remote_want *want, struct kvk_remo
     kvk_random_secret(target + AT_NONCE, NONCE_SIZE);
 
     cipher_begin(crypt, space, target, true);
+    (void)XXH3_64bits_reset(crypt->checksum);
+    (void)XXH3_64bits_update(crypt->checksum, target, AT_CHECKSUM);
     struct walk walk = walk_part(want, pieces, piece_count);
     uint8_t *out = target + KVK_REMOTE_HEADER_SIZE;
     uint8_t *memory = NULL;
@@ -322,14 +327,14 @@ void kvk_remote_value_encode(const struct kvk_remote_want *want, struct kvk_remo
         }
         ok &= EVP_CipherUpdate(crypt->cipher_context, space->encrypt ? out : NULL, &done,
                                space->encrypt ? memory : out, (int)size);
+        (void)XXH3_64bits_update(crypt->checksum, out, size);
         out += size;
     }
     ok &= EVP_CipherFinal_ex(crypt->cipher_context, out, &done);
     ok &= EVP_CIPHER_CTX_ctrl(crypt->cipher_context, EVP_CTRL_AEAD_GET_TAG, TAG_SIZE,
                               target + AT_TAG);
     KVK_ASSERT(ok == 1);
-    kvk_store_le64(target + AT_CHECKSUM,
-                   value_checksum(crypt, target, KVK_REMOTE_HEADER_SIZE + payload_bytes));
+    kvk_store_le64(target + AT_CHECKSUM, XXH3_64bits_digest(crypt->checksum));
 }
 
 /* ---- Proving ---- */
