@@ -1,9 +1,11 @@
-"""Time to the first token and over an answer, with and without kvkeep, on a model big enough to matter.
+"""Time to the first token and over an answer, with and without kvkeep, on a model big enough to
+matter.
 
-    python bench.py [--tokens 1024] [--rounds 3] [--layers 12] [--hidden 768]     KVKEEPD: the daemon
+    python bench.py [--tokens 1024] [--rounds 3] [--layers 12] [--hidden 768]
 
-Prints JSON. Rounds are interleaved: plain, cold (nothing to hit: what keeping costs), warm. Times are
-medians, in seconds; `warm_speedup` is plain against warm in the same run.
+KVKEEPD is the daemon. Prints JSON. Rounds are interleaved: plain, cold (nothing to hit: what
+keeping costs), warm. Times are medians, in seconds; `warm_speedup` is plain against warm in the
+same run.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""Small models of random weights, built from configurations. Seeded: two processes have the same."""
+"""Small models of random weights, built from configurations. Seeded: two processes have the
+same."""
 
 import torch
 import transformers as hf

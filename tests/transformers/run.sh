@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # kvkeep.transformers on the real Transformers: installs PyPI's torch, transformers and peft into a
-# virtual environment, and runs the tests of this folder against the real daemon. Some minutes on two
-# processors, and 5 GB of disk. Nothing is downloaded but packages: models are built from
+# virtual environment, and runs the tests of this folder against the real daemon. Some minutes on
+# two processors, and 5 GB of disk. Nothing is downloaded but packages: models are built from
 # configurations, with random weights.
 #
 #     tests/transformers/run.sh [pytest's arguments…]
@@ -18,7 +18,8 @@ if [[ ! -x "$venv/bin/python" ]]; then
     "$venv/bin/pip" install --quiet uv
 fi
 install() { "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "$@"; }
-if ! "$venv/bin/python" -c "import importlib.metadata as m; assert m.version('transformers') == '$version'" 2>/dev/null; then
+is_there="import importlib.metadata as m; assert m.version('transformers') == '$version'"
+if ! "$venv/bin/python" -c "$is_there" 2>/dev/null; then
     install torch "transformers==$version" peft pytest grpcio-tools setuptools
 fi
 install --reinstall-package kvkeep ./client/python

@@ -12,6 +12,7 @@ from kvkeep.transformers import CachedModel
 
 DECODERS = ["llama", "qwen3", "mistral", "gemma3", "gpt2", "deepseek"]
 ENCODERS = ["t5", "bart"]
+WAIT_S = 60  # no test depends on how busy the machine is
 NEW = {"max_new_tokens": 10, "return_dict_in_generate": True, "output_logits": True}
 
 
@@ -23,7 +24,8 @@ def same(got, wanted):
 
 
 def wrap(model, daemon, **options):
-    return CachedModel(model, target=daemon.target, **{"block_tokens": 4, **options})
+    return CachedModel(model, target=daemon.target, call_timeout_s=WAIT_S,
+                       **{"block_tokens": 4, **options})
 
 
 def ones(ids):
@@ -152,7 +154,8 @@ def test_assisted_decoding(shared, name, how):
 @pytest.mark.parametrize("name", ENCODERS)
 def test_encoders(shared, name):
     model = models.build(name, seed=7)
-    ids, mask = models.batch([models.prompt(25, seed=21)[0], models.prompt(18, seed=22)[0]], "right")
+    ids, mask = models.batch([models.prompt(25, seed=21)[0], models.prompt(18, seed=22)[0]],
+                             "right")
     expected = model.generate(ids, attention_mask=mask, **NEW)
     with wrap(model, shared) as cached:
         same(cached.generate(ids, attention_mask=mask, **NEW), expected)
@@ -239,7 +242,7 @@ def test_positions_that_are_not_a_rows_own_are_not_stored(shared):
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 def test_what_is_forgotten_while_it_is_used(shared, name):
-    """Under a window only the window's bytes were loaded: what came before can't be stored again."""
+    """Under a window only the window was loaded: what came before it cannot be stored again."""
     model = models.build(name, seed=12)
     ids = models.prompt(41, seed=32)
     expected = model.generate(ids, attention_mask=ones(ids), **NEW)
@@ -280,7 +283,8 @@ def test_what_cannot_be_cached_is_generated_as_without(shared):
     model = models.build("llama", seed=11)
     ids = models.prompt(20, seed=31)
     reasons = {
-        "use_cache": {"use_cache": False}, "cache_implementation": {"cache_implementation": "static"},
+        "use_cache": {"use_cache": False},
+        "cache_implementation": {"cache_implementation": "static"},
         "prefill_chunk_size": {"prefill_chunk_size": 8},
         "output_hidden_states": {"output_hidden_states": True},
         "tokens are not known": {"past_key_values": "fresh"},

@@ -18,6 +18,7 @@ from kvkeep.transformers import CachedModel
 HERE = pathlib.Path(__file__).resolve().parent
 IDS = models.prompt(25, seed=50)
 NEW = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 5}
+QUICK = {"block_tokens": 4, "call_timeout_s": 60}  # no test depends on a machine's speed
 DURABLE = TIERS.format(device="0", host="16 MiB") + """
 [durable]
 folder = {folder}/durable
@@ -28,7 +29,7 @@ keeper = process
 def reused(model, daemon, salt=None, **options):
     """How many tokens of IDS a new wrapper finds, having made sure that the answer is right."""
     expected = model.generate(IDS, **NEW)
-    with CachedModel(model, target=daemon.target, block_tokens=4, **options) as cached:
+    with CachedModel(model, target=daemon.target, **QUICK, **options) as cached:
         got = cached.generate(IDS, salt=salt, **NEW)
         assert got.tolist() == expected.tolist()
         return cached.report.reused_tokens
@@ -64,7 +65,7 @@ def test_whatever_differs_is_a_miss(shared):
 
 def test_weights_that_change_under_the_wrapper(shared):
     model = models.build("qwen3", seed=54)
-    with CachedModel(model, target=shared.target, block_tokens=4) as cached:
+    with CachedModel(model, target=shared.target, **QUICK) as cached:
         def step(wanted):
             expected = model.generate(IDS, **NEW)
             assert cached.generate(IDS, **NEW).tolist() == expected.tolist()
@@ -106,7 +107,8 @@ def test_a_tokenizer_and_its_template_count(shared):
         return made
 
     model = models.build("llama", seed=55)
-    for words, template, wanted in (("ab", "x", 0), ("ab", "y", 0), ("ac", "x", 0), ("ab", "x", 24)):
+    for words, template, wanted in (("ab", "x", 0), ("ab", "y", 0), ("ac", "x", 0),
+                                   ("ab", "x", 24)):
         assert reused(model, shared, tokenizer=tokenizer(words, template)) == wanted
 
 
@@ -131,7 +133,7 @@ def test_adapters_never_stand_in_for_each_other(shared):
     both = adapt(1)
     both.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj"],
                                               init_lora_weights=False))
-    with CachedModel(both, target=shared.target, block_tokens=4) as cached:
+    with CachedModel(both, target=shared.target, **QUICK) as cached:
         def step():
             expected = both.generate(input_ids=IDS, **NEW)
             assert cached.generate(IDS, **NEW).tolist() == expected.tolist()
@@ -173,7 +175,7 @@ tenants = two
 
 def test_models_that_cannot_be_told_are_not_cached(shared):
     model = models.build("llama", seed=58)
-    with CachedModel(model, target=shared.target, block_tokens=4) as cached:
+    with CachedModel(model, target=shared.target, **QUICK) as cached:
         def why():
             cached.generate(IDS, **NEW)
             assert cached.report.prompt_tokens == 0
@@ -201,11 +203,11 @@ def test_models_that_cannot_be_told_are_not_cached(shared):
 def test_no_daemon_one_that_dies_and_one_that_is_back(start, tmp_path):
     model = models.build("gemma3", seed=59)
     expected = model.generate(IDS, **NEW).tolist()
-    with CachedModel(model, target=f"unix:{tmp_path}/nobody.sock", block_tokens=4) as cached:
+    with CachedModel(model, target=f"unix:{tmp_path}/nobody.sock", **QUICK) as cached:
         assert cached.generate(IDS, **NEW).tolist() == expected
         assert cached.report.found_tokens == 0
     daemon = start()
-    with CachedModel(model, target=daemon.target, block_tokens=4, reconnect_ms=0) as cached:
+    with CachedModel(model, target=daemon.target, **QUICK, reconnect_ms=0) as cached:
         def step():
             assert cached.generate(IDS, **NEW).tolist() == expected
             return cached.report.reused_tokens
@@ -235,7 +237,7 @@ def test_a_pool_that_is_too_small(start):
     ids = models.prompt(300, seed=62)
     mask = torch.ones_like(ids)
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=5).tolist()
-    with CachedModel(model, target=daemon.target, block_tokens=4) as cached:
+    with CachedModel(model, target=daemon.target, **QUICK) as cached:
         for _ in range(2):
             assert cached.generate(ids, attention_mask=mask, max_new_tokens=5).tolist() == expected
     with kvkeep.connect(daemon.target) as client:  # nothing is left held

@@ -18,7 +18,7 @@ def main():
     ids = models.prompt(count, seed=41)
     mask = torch.ones_like(ids)
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=8)
-    with CachedModel(model, target=target, block_tokens=4) as cached:
+    with CachedModel(model, target=target, block_tokens=4, call_timeout_s=60) as cached:
         got = cached.generate(ids, attention_mask=mask, max_new_tokens=8)
         report = cached.report
     json.dump({"same": got.tolist() == expected.tolist(), "reused": report.reused_tokens,

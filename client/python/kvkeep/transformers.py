@@ -1,4 +1,5 @@
-"""kvkeep under Transformers: `generate` that finds the longest cached prefix, and keeps what it computes.
+"""kvkeep under Transformers: `generate` that finds the longest cached prefix, and keeps what it
+computes.
 
     import kvkeep.transformers
 
@@ -6,9 +7,9 @@
         output = cached.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=100)
         print(cached.report)      # of 1,800 tokens 1,792 came from the cache
 
-Takes what `model.generate` takes, and answers the same. Whatever cannot be cached (a model in training,
-images, a static cache, a hook that may change what is computed…) is generated as without, and
-`report.why` says so; so is everything while no daemon is there.
+Takes what `model.generate` takes, and answers the same. Whatever cannot be cached (a model in
+training, images, a static cache, a hook that may change what is computed…) is generated as without,
+and `report.why` says so; so is everything while no daemon is there.
 
 The manual use of `past_key_values`:
 

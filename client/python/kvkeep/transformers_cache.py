@@ -2,8 +2,8 @@
 
 A Cache sees keys and values, never token ids; a forward hook of the model tells this one which ids,
 positions and mask each step had. Whatever generation does to the columns (beams that are reordered,
-drafts that are cropped, rows that are repeated) it does to the ids as well. A row whose positions or
-mask are not those of its own tokens, counted from 0, is marked and never stored.
+drafts that are cropped, rows that are repeated) it does to the ids as well. A row whose positions
+or mask are not those of its own tokens, counted from 0, is marked and never stored.
 """
 
 from __future__ import annotations

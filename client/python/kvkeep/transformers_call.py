@@ -1,5 +1,5 @@
-"""A call of generate(): what it says, whether K and V follow from its token ids alone, and what came
-of it."""
+"""A call of generate(): what it says, whether K and V follow from its token ids alone, and what
+came of it."""
 
 from __future__ import annotations
 

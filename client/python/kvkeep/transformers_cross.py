@@ -1,9 +1,9 @@
-"""Encoder-decoder models: cross-attention's K/V in a space of its own, and decoders that depend on what
-was read.
+"""Encoder-decoder models: cross-attention's K/V in a space of its own, and decoders that depend on
+what was read.
 
-What an encoder makes of a token depends on all the others, so its K/V are all or nothing: they are found
-by the digest of the whole input, and where all rows are there the encoder does not run. The decoder's
-own prefix carries that digest in its first block, and so in every block after it.
+What an encoder makes of a token depends on all the others, so its K/V are all or nothing: they are
+found by the digest of the whole input, and where all rows are there the encoder does not run. The
+decoder's own prefix carries that digest in its first block, and so in every block after it.
 """
 
 from __future__ import annotations

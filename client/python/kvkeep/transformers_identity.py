@@ -1,9 +1,9 @@
 """Who may share: the identity of a model in memory, taken from the model itself.
 
 Names and paths prove nothing about a model that lives in a process: weights are changed in place,
-adapters are switched. So the identity is made of the bytes: every weight and buffer is hashed, once,
-and again when the model has changed; what acts beside the weights (adapters that are on, rotary
-scaling, precision, the attention that is used) is read from the modules at each call.
+adapters are switched. So the identity is made of the bytes: every weight and buffer is hashed,
+once, and again when the model has changed; what acts beside the weights (adapters that are on,
+rotary scaling, precision, the attention that is used) is read from the modules at each call.
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ def _is_adapters(name: str) -> bool:
 
 
 class Fingerprint:
-    """The digests of a model's weights: of the base, and of adapters. Hashed in full when first asked
-    for, and whenever a tensor is another, has been written to (torch counts writes), or shows other
-    values in a sample (writes through `.data` are not counted). `forget()` after single values were
-    changed through `.data`."""
+    """The digests of a model's weights: of the base, and of adapters. Hashed in full when first
+    asked for, and whenever a tensor is another, has been written to (torch counts writes), or shows
+    other values in a sample (writes through `.data` are not counted). `forget()` after single
+    values were changed through `.data`."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -1,8 +1,8 @@
 """What a batch can take from the cache: plain arithmetic over columns, without torch.
 
-Transformers keeps a batch's K/V in columns: all rows have as many, and a shorter row is padded. kvkeep
-knows each row by its own tokens. Here padding becomes spans, cached rows become a number of columns
-that all rows can be given, and layers become groups of equal shape.
+Transformers keeps a batch's K/V in columns: all rows have as many, and a shorter row is padded.
+kvkeep knows each row by its own tokens. Here padding becomes spans, cached rows become a number of
+columns that all rows can be given, and layers become groups of equal shape.
 """
 
 from __future__ import annotations

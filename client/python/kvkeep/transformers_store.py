@@ -1,7 +1,8 @@
 """Rows of a batch to and from kvkeep: one connection, prefixes read, and writers that grow.
 
-Everything here may raise KvkeepError or OSError; the caller goes on without. Reading is under a lease
-that keeps the very copies; writing is into blocks of a sequence of this process, sealed block by block.
+Everything here may raise KvkeepError or OSError; the caller goes on without. Reading is under a
+lease that keeps the very copies; writing is into blocks of a sequence of this process, sealed block
+by block.
 """
 
 from __future__ import annotations
