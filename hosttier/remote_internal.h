@@ -14,7 +14,7 @@
 #include <netinet/in.h>
 #include <openssl/ssl.h>
 #include <pthread.h>
-#include <read.h>
+#include <hiredis/read.h>
 #include <stdatomic.h>
 #include <sys/socket.h>
 
