@@ -38,7 +38,7 @@ static void house_end(void)
     }
 }
 
-static void client_fail(void)
+void client_fail(void)
 {
     house_end();
     exit(1);

@@ -40,7 +40,7 @@ static void house_end(void)
     (void)command("kill -KILL $(cat %s/pid) 2>/dev/null; rm -rf -- %s", house.folder, house.folder);
 }
 
-static void client_fail(void)
+void client_fail(void)
 {
     house_end();
     exit(1);
