@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Check the models exhaustively, then plant one breach of each law and see that it is found:
-# block.pml of pin, copy, evict, restore and invalidate, public.pml of public prefixes and the hollow
-# blocks that are known by their tokens alone.
+# block.pml of pin, copy, evict, restore and invalidate; public.pml of public prefixes and of the
+# hollow blocks that are known by their tokens alone.
 #
 #     tests/model/run.sh [--full]
 #
