@@ -304,6 +304,16 @@ def test_what_cannot_be_cached_is_generated_as_without(shared):
         same(cached.generate(ids, attention_mask=holes, **NEW),
              model.generate(ids, attention_mask=holes, **NEW))
         assert "holes" in cached.report.why
+    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(
+        vocab_size=97, hidden_size=32, n_layer=2, n_head=4, pad_token_id=0)).eval()
+    left, mask = models.batch([models.prompt(20, seed=33)[0], models.prompt(9, seed=34)[0]])
+    with wrap(bloom, shared) as cached:  # takes no positions: what padding does can't be told
+        for part, seen, reused in ((left[:1], mask[:1], 0), (left[:1], mask[:1], 16),
+                                   (left, mask, 0)):
+            same(cached.generate(part, attention_mask=seen, **NEW),
+                 bloom.generate(part, attention_mask=seen, **NEW))
+            assert cached.report.reused_tokens == reused
+        assert "left" in cached.report.why
     mamba = transformers.MambaForCausalLM(transformers.MambaConfig(
         vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4)).eval()
     with wrap(mamba, shared) as cached:

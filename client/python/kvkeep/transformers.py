@@ -146,9 +146,8 @@ class CachedModel:
         if self._two_parts:
             return Cross(self, shape).generate(ids, kwargs)
         kwargs["attention_mask"] = calls.mask(self.model, ids, kwargs)
-        spans = row_spans(kwargs["attention_mask"].cpu().numpy())
+        spans = self._spans(kwargs["attention_mask"])
         if spans is None:
-            self.report.why = "a row of the attention mask has holes, or no token"
             return self.model.generate(ids, **kwargs)
         cache = self.loaded(shape, ids, spans, may_compute=True)
         self.report.load_s = time.monotonic() - began
@@ -185,10 +184,9 @@ class CachedModel:
         self.report = Report()
         self.call_salt = self._salt if salt is None else as_bytes(salt)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        spans = row_spans(mask.cpu().numpy())
+        spans = self._spans(mask)
         shape = None if spans is None else self._find_shape()
         if spans is None or shape is None:
-            self.report.why = self.report.why or "a row of the attention mask has holes"
             cache = self._empty([Span(0)] * len(input_ids), input_ids.shape[1])
             cache.trusted = False
             return cache
@@ -232,9 +230,19 @@ class CachedModel:
             return self._shape
         return None
 
+    def _spans(self, mask: torch.Tensor) -> list[Span] | None:
+        """Where the rows' tokens are. None: K and V would not follow from them alone."""
+        spans = row_spans(mask.cpu().numpy())
+        if spans is None:
+            self.report.why = "a row of the attention mask has holes, or no token"
+        elif not self._takes_positions and any(span.first > 0 for span in spans):
+            self.report.why = "padded on the left, and the model is not told positions"
+        else:
+            return spans
+        return None
+
     def _empty(self, spans: Sequence[Span], columns: int) -> KvkeepCache:
-        return KvkeepCache(self.model.config.get_text_config(decoder=True), spans, columns,
-                           self._takes_positions)
+        return KvkeepCache(self.model.config.get_text_config(decoder=True), spans, columns)
 
     def _probe(self, identities: tuple[Any, ...]) -> Shape | None:
         """One token through the model shows what its caches are made of."""

@@ -107,15 +107,13 @@ class KvkeepCache(DynamicCache):  # type: ignore[misc]
     """DynamicCache that keeps ids beside K and V. `owner` stores it, and is asked to before each
     step; a copy has none until it is used again."""
 
-    def __init__(self, config: Any, spans: Sequence[Span], prompt_columns: int,
-                 takes_positions: bool) -> None:
+    def __init__(self, config: Any, spans: Sequence[Span], prompt_columns: int) -> None:
         super().__init__(config=config)
         self.layers = [RememberingLayer(layer.sliding_window)
                        if type(layer) is DynamicSlidingWindowLayer else layer
                        for layer in self.layers]
         self.rows = [Row(span) for span in spans]
         self.prompt_columns = prompt_columns
-        self.takes_positions = takes_positions
         self.ids: torch.Tensor | None = None  # [row][column]
         self.bad: torch.Tensor | None = None  # bool [row], on the model's device
         self.trusted = True                   # no ids are missing, and the model was the same
@@ -179,7 +177,7 @@ class KvkeepCache(DynamicCache):  # type: ignore[misc]
                              ) -> torch.Tensor:
         first, stop = self._edges()
         if positions is None:
-            return (first[:, 0] > 0) & self.takes_positions
+            return first[:, 0] > 0  # counted from the padding, or we cannot tell
         at = torch.arange(before, columns, device=first.device)
         if positions.dim() != 2 or positions.shape[1] != len(at):
             return torch.ones(len(self.rows), dtype=torch.bool, device=first.device)
