@@ -320,3 +320,16 @@ def test_what_cannot_be_cached_is_generated_as_without(shared):
         assert cached.generate(ids, max_new_tokens=3).tolist() == \
             mamba.generate(ids, max_new_tokens=3).tolist()
         assert cached.report.why != ""
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_any_prefix_of_a_prompt_much_longer_than_the_window(shared, name):
+    model = models.build(name, seed=13)
+    ids = models.prompt(200, seed=35)
+    with wrap(model, shared, store_every=8) as cached:
+        cached.generate(ids, attention_mask=ones(ids), max_new_tokens=40)
+        for cut in (8, 60, 133, 200):
+            part = torch.cat([ids[:, :cut], models.prompt(7, seed=36)], dim=1)
+            wanted = model.generate(part, attention_mask=ones(part), **NEW)
+            same(cached.generate(part, attention_mask=ones(part), **NEW), wanted)
+            assert cached.report.reused_tokens == cut // 4 * 4

@@ -141,43 +141,29 @@ class Writer:
         self._sequence: Sequence | None = None
         self.stored = 0
         self.written = 0  # of these, those that were not there
-        windows = [group.window for group in space.groups if group.window > 0]
-        size = space.block_tokens
-        # Under a window a sequence keeps what later queries see: longer steps would let blocks go
-        # that nobody has written.
-        self._step = max(min(windows) // size * size, size) if windows else 0
 
     def extend(self, tokens: np.ndarray, known_from: int, take: Take) -> None:
         """Store the whole blocks of `tokens`. take(group, first, end) gives K and V of tokens, from
         known_from on. Lost: blocks before it would have to be written."""
         size = self._space.block_tokens
         target = len(tokens) // size * size
-        while self.stored < target:
-            first = self.stored
-            if self._sequence is None:
-                first = self._open(tokens[:target], known_from)
-            else:
-                end = min(target, first + self._step) if self._step else target
-                self._sequence.append(tokens[first:end])
-            sequence = self._sequence
-            assert sequence is not None
-            if first < known_from:
-                raise Lost(f"tokens {first} to {known_from} are not at hand")
-            if sequence.length > first:
-                self._write(sequence, first, take)
-                sequence.seal(all_ranks=True)
-                self.written += sequence.length - first
-            self.stored = sequence.length
-
-    def _open(self, tokens: np.ndarray, known_from: int) -> int:
-        """A sequence of the first step past what is cached; how much that is."""
-        size, end = self._space.block_tokens, len(tokens)
-        if self._step:
-            known = self._store.client.lookup(self._space, self._prompt(tokens)).cached_tokens
-            end = min(end, max(known, known_from) // size * size + self._step)
-        self._sequence = self._store.session.open_sequence(
-            self._space, self._prompt(tokens[:end]), tier=Tier.HOST, leave_on_host=True, retry=True)
-        return self._sequence.cached_tokens // size * size
+        first = self.stored
+        if first >= target:
+            return
+        if self._sequence is None:
+            self._sequence = self._store.session.open_sequence(
+                self._space, self._prompt(tokens[:target]), tier=Tier.HOST, leave_on_host=True,
+                retry=True)
+            first = self._sequence.cached_tokens // size * size
+        else:
+            self._sequence.append(tokens[first:target])
+        if first < known_from:
+            raise Lost(f"tokens {first} to {known_from} are not at hand")
+        if first < target:
+            self._write(self._sequence, first, take)
+            self._sequence.seal(all_ranks=True)
+            self.written += target - first
+        self.stored = target
 
     def _prompt(self, tokens: np.ndarray) -> Prompt:
         return Prompt(tokens, salt=self._salt, spans=self._spans)
