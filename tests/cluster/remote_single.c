@@ -238,6 +238,35 @@ static void closed_under_way(void)
     client_finish(&client);
 }
 
+/* A deadline ends a batch whatever the server does; what it answers later touches nobody. */
+static void deadline_passed(void)
+{
+    struct kvk_remote *remote = store_open("kvkeep", "open-sesame", NULL, NULL);
+    struct client client;
+    CHECK(client_await(remote, KVK_REMOTE_GOOD, WAIT_MS));
+    client_init(&client, remote, &house.space, BLOCKS);
+    CHECK(client_run(&client, KVK_REMOTE_STORE, 0, BLOCKS, false, 5000) == BLOCKS);
+    CHECK(command("kill -STOP $(cat %s/pid)", house.folder) == 0);
+    CHECK(client_run(&client, KVK_REMOTE_FETCH, 0, BLOCKS, false, 100) == 0);
+    CHECK(client.results[KVK_REMOTE_DEADLINE] == BLOCKS);
+    memset(client.memory, 0x77, BLOCKS * (size_t)BLOCK_BYTES);
+    CHECK(command("kill -CONT $(cat %s/pid)", house.folder) == 0);
+    uint64_t until = now_ns() + WAIT_MS * KVK_NS_PER_MS;
+    struct kvk_remote_counters counters = client_health(remote).counters;
+    while (counters.late_answers == 0 && counters.lost_connections == 0) {
+        CHECK(now_ns() < until);
+        (void)usleep(2000);
+        counters = client_health(remote).counters;
+    }
+    for (size_t i = 0; i < BLOCKS * (size_t)BLOCK_BYTES; i++) {
+        CHECK(client.memory[i] == 0x77);
+    }
+    CHECK(client_await(remote, KVK_REMOTE_GOOD, WAIT_MS));
+    CHECK(client_run(&client, KVK_REMOTE_FETCH, 0, BLOCKS, false, 5000) == BLOCKS);
+    client_finish(&client);
+    kvk_remote_close(remote);
+}
+
 static void wrong_options(void)
 {
     const struct kvk_remote_options wrong[] = {
@@ -308,6 +337,7 @@ int main(void)
     kvk_remote_close(remote);
 
     closed_under_way();
+    deadline_passed();
     all_nonsense();
     kvk_remote_space_finish(&house.space);
     house_end();
