@@ -5,6 +5,7 @@
  *
  * Skipped where redis-server is not installed.
  */
+#include <signal.h>
 #include <stdarg.h>
 #include <sys/stat.h>
 
@@ -42,6 +43,21 @@ void client_fail(void)
 {
     house_end();
     exit(1);
+}
+
+/* No servers are left behind, however it ends. */
+static void ended(int number)
+{
+    house_end();
+    (void)signal(number, SIG_DFL);
+    (void)raise(number);
+}
+
+static void end_well(void)
+{
+    (void)signal(SIGABRT, ended);
+    (void)signal(SIGTERM, ended);
+    (void)signal(SIGINT, ended);
 }
 
 static void said(const char *what)
@@ -458,6 +474,7 @@ static void close_under_way(void)
 
 int main(void)
 {
+    end_well();
     house_open();
     said("a cluster of three masters and three replicas");
     plain_use();

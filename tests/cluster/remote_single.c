@@ -46,6 +46,21 @@ void client_fail(void)
     exit(1);
 }
 
+/* No servers are left behind, however it ends. */
+static void ended(int number)
+{
+    house_end();
+    (void)signal(number, SIG_DFL);
+    (void)raise(number);
+}
+
+static void end_well(void)
+{
+    (void)signal(SIGABRT, ended);
+    (void)signal(SIGTERM, ended);
+    (void)signal(SIGINT, ended);
+}
+
 /* A server with TLS on the next port, and users. */
 static void house_open(void)
 {
@@ -306,6 +321,7 @@ int main(void)
                               "--test)\n");
         return 77;
     }
+    end_well();
     house_open();
     wrong_options();
     struct kvk_remote *remote = store_open("kvkeep", "open-sesame", NULL, NULL);
