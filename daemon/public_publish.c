@@ -229,6 +229,7 @@ static enum kvk_status sources_keep(struct publishing *job)
                               (unsigned long long)on_disk);
     }
     for (uint32_t g = 0; g < space->group_count; g++) {
+        KVK_ASSERT(job->sources[g] != NULL && job->places[g] != NULL);
         for (uint32_t i = 0; i < job->blocks; i++) {
             if (kvk_group_sees(space->groups[g], job->blocks, i)) {
                 kvk_block_keep(cache, cache->path[g][i]);
@@ -358,6 +359,7 @@ static enum kvk_status copy_drops(struct publishing *job)
     if (status != KVK_OK) {
         return status;
     }
+    KVK_ASSERT(job->target != NULL);
     job->target->reference_count++; /* the publication's, then */
     status = reserve_drops(job);
     for (uint32_t g = 0; g < job->space->group_count && status == KVK_OK; g++) {

@@ -36,7 +36,7 @@ enum kvk_status kvk_plan_capacity(const struct kvk_geometry *groups, uint32_t gr
                                       .encoder_tokens = encoder_tokens};
     for (uint32_t i = 0; i < group_count; i++) {
         const struct kvk_geometry *geometry = &groups[i];
-        struct kvk_capacity_format format;
+        struct kvk_capacity_format format = {.value_bits = 0};
         enum kvk_status status = format_of(geometry, &format, error);
         if (status != KVK_OK) {
             return status;

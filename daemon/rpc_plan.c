@@ -1,4 +1,5 @@
 /* Plan: the planner's formulas over gRPC, and what a live space takes beside them. */
+#include "base/assert.h"
 #include "daemon/report_plan.h"
 #include "daemon/rpc_private.h"
 
@@ -69,6 +70,7 @@ static bool fill_sequences(struct kvk_rpc_run *run, const Kvkeep__V1__PlanReques
     if (rows == NULL || pointers == NULL) {
         return false;
     }
+    KVK_ASSERT(capacity->block_tokens > 0);
     for (size_t i = 0; i < count; i++) {
         uint64_t tokens = asked->lengths[i];
         uint64_t block = capacity->block_tokens;
