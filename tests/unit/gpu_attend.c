@@ -215,7 +215,7 @@ static void check_case(struct gpu_case *test, uint64_t seed, size_t path, uint32
 
 Test(gpu_attend, random_shapes_match_the_reference)
 {
-    for (uint64_t seed = 0; seed < 180; seed++) {
+    for (uint64_t seed = 0; seed < GPU_CASE_SEEDS(180); seed++) {
         struct kvk_random random;
         struct gpu_case test;
         kvk_random_init(&random, seed);

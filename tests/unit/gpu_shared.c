@@ -122,7 +122,7 @@ Test(gpu_shared, segments_against_every_pair_of_tables)
     static struct tables tables;
     uint32_t shared = 0;
 
-    for (uint64_t seed = 0; seed < 2000; seed++) {
+    for (uint64_t seed = 0; seed < GPU_CASE_SEEDS(2000); seed++) {
         struct kvk_random random;
         struct kvk_attend_split split;
         uint64_t tokens_min = seed % 3 * 10;
@@ -216,7 +216,7 @@ Test(gpu_shared, batches_match_the_reference)
     for (size_t path = 0; path < PATH_COUNT; path++) {
         for (uint32_t threads = 1; threads <= 3; threads += 2) {
             struct kvk_device *device = device_make(paths[path], threads);
-            for (uint64_t seed = 0; device != NULL && seed < 30; seed++) {
+            for (uint64_t seed = 0; device != NULL && seed < GPU_CASE_SEEDS(30); seed++) {
                 batch_make(&test, seed);
                 batch_run(device, &test);
                 bool rounded = strcmp(paths[path], "avx512_bf16") == 0 &&
@@ -260,7 +260,7 @@ Test(gpu_shared, a_split_is_repeated_exactly_and_others_agree)
     for (size_t path = 0; path < PATH_COUNT; path++) {
         struct kvk_device *one = device_make(paths[path], 1);
         struct kvk_device *many = device_make(paths[path], 3);
-        for (uint64_t seed = 0; one != NULL && seed < 10; seed++) {
+        for (uint64_t seed = 0; one != NULL && seed < GPU_CASE_SEEDS(10); seed++) {
             size_t count = 0;
             batch_make(&test, seed);
             for (uint32_t run = 0; run < 4; run++) {
