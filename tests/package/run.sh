@@ -87,7 +87,7 @@ offers() { # offers WORDS… EXPECTED
 }
 offers kvkeepctl st "status stats"
 offers kvkeepctl tenant c "change create"
-offers kvkeepctl plan --ten --tensor
+offers kvkeepctl plan --tens --tensor
 
 say "a worker in C against the installed library"
 cat >"$folder/worker.c" <<'C'
