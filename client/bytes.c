@@ -245,6 +245,13 @@ static enum kvk_status attend_take(const Kvkeep__V1__AttendResponse *response,
         items[i].device_tokens = result->device_tokens;
         items[i].host_tokens = result->host_tokens;
     }
+    if (attend->choice != NULL) {
+        *attend->choice = (struct kvkeep_attend_choice){
+            .host_place = (enum kvkeep_attend_place)response->host_place,
+            .in_place_ns = response->in_place_ns,
+            .bring_in_ns = response->bring_in_ns,
+        };
+    }
     return KVK_OK;
 }
 

@@ -391,6 +391,17 @@ struct kvkeep_attend_item {
     uint64_t device_tokens; /* out */
     uint64_t host_tokens;   /* out */
 };
+enum kvkeep_attend_place {
+    KVKEEP_ATTEND_NO_CHOICE = 0,  /* nothing on the host, or the device tier is the CPU's too */
+    KVKEEP_ATTEND_IN_PLACE = 1,   /* by the CPU, where the blocks lie */
+    KVKEEP_ATTEND_BROUGHT_IN = 2, /* on the device, to which the layer was copied for this call */
+};
+/* Where blocks of host memory were attended, and why: the quicker by what was measured. */
+struct kvkeep_attend_choice {
+    enum kvkeep_attend_place host_place;
+    uint64_t in_place_ns; /* estimated; 0: not known */
+    uint64_t bring_in_ns; /* estimated; 0: not known */
+};
 struct kvkeep_attend {
     uint32_t group;
     uint32_t layer;
@@ -407,6 +418,7 @@ struct kvkeep_attend {
     uint32_t sinks;
     const float *alibi_slopes; /* [query_heads], or NULL: none */
     const float *sink_logits;  /* [query_heads], or NULL: none; -inf: none for that head */
+    struct kvkeep_attend_choice *choice; /* out, for all items; NULL: not asked */
 };
 KVK_CHECKED enum kvk_status kvkeep_attend(struct kvkeep_session *session,
                                           const struct kvkeep_attend *attend,

@@ -178,6 +178,41 @@ static void swaps_out(void *argument)
     (void)snprintf(shared->text, sizeof(shared->text), "%s", self.error.text);
 }
 
+/* What lies on the host is attended, and the answer says where and by which estimates. */
+static void attends_on_host(void *argument)
+{
+    (void)argument;
+    enum { HEADS = 4 };
+    static const uint16_t queries[HEADS * HEAD_SIZE]; /* bf16 zeros */
+    float output[HEADS * HEAD_SIZE];
+    float lse[HEADS];
+    struct kvkeep_attend_choice choice = {0};
+    const struct kvkeep_attend attend = {.query_heads = HEADS,
+                                         .head_size_k = HEAD_SIZE,
+                                         .head_size_v = HEAD_SIZE,
+                                         .format = KVK_FORMAT_BF16,
+                                         .scale = 0.1f,
+                                         .causal = true,
+                                         .choice = &choice};
+    struct kvkeep_attend_item item = {.sequence = &sequence,
+                                      .position = prompt.count - 1,
+                                      .query_count = 1,
+                                      .queries = queries,
+                                      .output = output,
+                                      .lse = lse};
+    CHECK_OK(kvkeep_attend(self.session, &attend, &item, 1, &self.error));
+    CHECK(item.host_tokens == prompt.count, "%llu tokens attended on the host",
+          (unsigned long long)item.host_tokens);
+    CHECK(choice.host_place == KVKEEP_ATTEND_IN_PLACE ||
+              choice.host_place == KVKEEP_ATTEND_BROUGHT_IN,
+          "it does not say where: %d", (int)choice.host_place);
+    bool quicker_in_place = choice.in_place_ns <= choice.bring_in_ns;
+    CHECK(choice.in_place_ns == 0 || choice.bring_in_ns == 0 || !quicker_in_place ||
+              choice.host_place == KVKEEP_ATTEND_IN_PLACE,
+          "brought in for %llu ns, in place %llu ns", (unsigned long long)choice.bring_in_ns,
+          (unsigned long long)choice.in_place_ns);
+}
+
 static void swaps_in(void *argument)
 {
     (void)argument;
@@ -256,6 +291,7 @@ static void a_workers_life(void)
     for (int i = 0; i < 5; i++) {
         must(&worker, swaps_out, KVK_OK);
         must(&worker, verifies_on_host, KVK_OK);
+        must(&worker, attends_on_host, KVK_OK);
         must(&worker, swaps_in, KVK_OK);
         must(&worker, verifies, KVK_OK);
     }
@@ -298,6 +334,7 @@ static void slots_reused(void)
         must(&worker, swaps_out, KVK_OK);
         agent_end(&other);
         must(&worker, verifies_on_host, KVK_OK);
+        must(&worker, attends_on_host, KVK_OK);
         must(&worker, swaps_in, KVK_OK);
         must(&worker, verifies, KVK_OK);
     }

@@ -144,6 +144,7 @@ def test_attend_against_numpy(client):
                 assert math.isclose(result.lse[i, head], top + math.log(weights.sum()),
                                     rel_tol=1e-5, abs_tol=1e-5)
         assert result.device_tokens == 10 and result.host_tokens == 0
+        assert result.host_place == kvkeep.AttendPlace.NO_CHOICE  # nothing of it is on the host
         slopes, sinks = [0.5, 0.0, 0.25, 1.0], [1.0, -math.inf, 0.0, 2.0]
         result, = session.attend(space, [(sequence, position, queries)], layer=layer, scale=scale,
                                  alibi_slopes=slopes, sink_logits=sinks)

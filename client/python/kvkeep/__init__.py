@@ -20,13 +20,13 @@ from kvkeep.client import Client, Lookup, Retry, Space, Tls, connect, default_ta
 from kvkeep.errors import Advice, Cause, Code, KvkeepError
 from kvkeep.memory import Scratch, SlotMemory
 from kvkeep.session import AttendResult, Lease, Placement, Sequence, Session, Swap, Transfer
-from kvkeep.shapes import (Attention, ContentSpan, Format, Identity, Layout, LayerGroup,
-                           PrefillCost, PriorityHint, Prompt, Tier, token_bytes)
+from kvkeep.shapes import (AttendPlace, Attention, ContentSpan, Format, Identity, LayerGroup,
+                           Layout, PrefillCost, PriorityHint, Prompt, Tier, token_bytes)
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Advice", "AttendResult", "Attention", "Cause", "Client", "Code", "connect", "ContentSpan",
+    "Advice", "AttendPlace", "AttendResult", "Attention", "Cause", "Client", "Code", "connect", "ContentSpan",
     "default_target", "Format", "Identity", "KvkeepError", "LayerGroup", "Layout", "Lease",
     "Lookup", "Placement", "PrefillCost", "PriorityHint", "Prompt", "Retry", "Scratch",
     "Sequence", "Session", "SlotMemory", "Space", "Swap", "Tier", "Tls", "token_bytes",

@@ -18,8 +18,8 @@ from kvkeep import errors
 from kvkeep.client import Client, Space
 from kvkeep.errors import Code, KvkeepError
 from kvkeep.memory import Scratch, SideSocket, SlotMemory
-from kvkeep.shapes import (ContentSpan, Format, PriorityHint, Tier, Tokens, prompt_message,
-                           span_messages, token_bytes)
+from kvkeep.shapes import (AttendPlace, ContentSpan, Format, PriorityHint, Tier, Tokens,
+                           prompt_message, span_messages, token_bytes)
 from kvkeep.v1 import kvkeep_pb2 as pb
 
 __all__ = ["AttendResult", "Lease", "Placement", "Sequence", "Session", "Swap", "Transfer"]
@@ -69,12 +69,16 @@ class _Tables:
 @dataclasses.dataclass(frozen=True)
 class AttendResult:
     """output: fp32 [query_count][query_heads][head_size_v]; lse: fp32 [query_count][query_heads],
-    the natural log, -inf where nothing is visible."""
+    the natural log, -inf where nothing is visible. Where blocks of host memory were attended is
+    one choice for all items of a call, by the estimates beside it (0: not known)."""
 
     output: np.ndarray
     lse: np.ndarray
     device_tokens: int
     host_tokens: int
+    host_place: AttendPlace = AttendPlace.NO_CHOICE
+    in_place_ns: int = 0
+    bring_in_ns: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +256,8 @@ class Session:
             results.append(AttendResult(
                 output.reshape(message.query_count, heads, -1),
                 np.frombuffer(result.lse, dtype="<f4").reshape(message.query_count, heads),
-                result.device_tokens, result.host_tokens))
+                result.device_tokens, result.host_tokens, AttendPlace(response.host_place),
+                response.in_place_ns, response.bring_in_ns))
         return results
 
     def _read_blocks(self, group: int, rank: int | None, first: int, count: int,

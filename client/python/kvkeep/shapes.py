@@ -54,6 +54,14 @@ class Tier(enum.IntEnum):
     DISK = pb.TIER_DISK
 
 
+class AttendPlace(enum.IntEnum):
+    """Where blocks of host memory were attended."""
+
+    NO_CHOICE = pb.ATTEND_PLACE_UNSPECIFIED   # none on the host, or the device tier is the CPU's
+    IN_PLACE = pb.ATTEND_PLACE_IN_PLACE       # by the CPU, where they lie
+    BROUGHT_IN = pb.ATTEND_PLACE_BROUGHT_IN   # on the device, copied there for the call
+
+
 def as_bytes(value: Text) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
