@@ -26,9 +26,9 @@ from kvkeep.shapes import (AttendPlace, Attention, ContentSpan, Format, Identity
 __version__ = "0.1.0"
 
 __all__ = [
-    "Advice", "AttendPlace", "AttendResult", "Attention", "Cause", "Client", "Code", "connect", "ContentSpan",
-    "default_target", "Format", "Identity", "KvkeepError", "LayerGroup", "Layout", "Lease",
-    "Lookup", "Placement", "PrefillCost", "PriorityHint", "Prompt", "Retry", "Scratch",
-    "Sequence", "Session", "SlotMemory", "Space", "Swap", "Tier", "Tls", "token_bytes",
-    "Transfer",
+    "Advice", "AttendPlace", "AttendResult", "Attention", "Cause", "Client", "Code", "connect",
+    "ContentSpan", "default_target", "Format", "Identity", "KvkeepError", "LayerGroup",
+    "Layout", "Lease", "Lookup", "Placement", "PrefillCost", "PriorityHint", "Prompt", "Retry",
+    "Scratch", "Sequence", "Session", "SlotMemory", "Space", "Swap", "Tier", "Tls",
+    "token_bytes", "Transfer",
 ]
