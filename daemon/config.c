@@ -368,6 +368,10 @@ enum kvk_status kvk_config_check(const struct kvk_config *config, struct kvk_err
                               "%u",
                               config->mrc_samples, KVK_SHARDS_SAMPLES_MIN);
     }
+    status = kvk_config_remote_check(config, error);
+    if (status != KVK_OK) {
+        return status;
+    }
     status = quotas_check(config, error);
     return status == KVK_OK ? tenants_check(config, error) : status;
 }

@@ -64,6 +64,34 @@ enum kvk_device_kind {
 
 #define KVK_CONFIG_GPU_COUNT_MAX 16
 
+/* [remote]: the store that many daemons share */
+struct kvk_remote_config {
+    char seeds[4096]; /* "": there is none */
+    char key_file[KVK_FILE_PATH_SIZE];
+    char user[KVK_NAME_SIZE];
+    char password_file[KVK_FILE_PATH_SIZE];
+    bool tls;
+    char tls_ca_file[KVK_FILE_PATH_SIZE];
+    char tls_name[KVK_NAME_SIZE];
+    char tls_certificate[KVK_FILE_PATH_SIZE];
+    char tls_key[KVK_FILE_PATH_SIZE];
+    char key_prefix[32];
+    bool encrypt;
+    uint64_t ttl_ms;
+    uint32_t admit_uses;
+    uint64_t tenant_bytes; /* written for one tenant in a period; 0: no limit */
+    uint64_t tenant_period_ms;
+    uint32_t fetch_tokens;
+    uint32_t ask_queue;
+    uint64_t ask_bytes;
+    uint32_t send_queue;
+    uint64_t batch_bytes;
+    uint64_t ask_ms, fetch_ms, store_ms;
+    uint64_t node_timeout_ms;
+    uint64_t generation_ms;
+    uint32_t threads, connections, pipeline;
+};
+
 struct kvk_config {
     /* [server] */
     char unix_path[KVK_PATH_SIZE];
@@ -149,6 +177,8 @@ struct kvk_config {
     enum kvk_config_keeper keeper;
     uint64_t keeper_hold_ms;
     char keeper_socket[KVK_PATH_SIZE]; /* "": unix_path with ".keeper" behind it */
+
+    struct kvk_remote_config remote;
 
     /* [limits] */
     uint32_t spaces;
