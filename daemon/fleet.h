@@ -29,6 +29,7 @@ struct kvk_catalogue;
 /* ---- The fleet's key, and a tenant's secret ---- */
 
 #define KVK_FLEET_KEY_SIZE 32
+#define KVK_FLEET_NAME_MAX 255 /* bytes of a tenant's name */
 
 /* Read a key: 64 hex digits, in a file that nobody but its owner and group can read. KVK_INVALID
  * says what is wrong with it. `field` is the configuration's, for the error. */
@@ -63,14 +64,18 @@ struct kvk_fleet_identity {
     bool constant_hash;
 };
 
-void kvk_fleet_identity_init(struct kvk_fleet_identity *fleet,
-                             const struct kvk_fleet_identity_options *options);
+/* KVK_UNSUPPORTED: OpenSSL has no HMAC, or memory is short. */
+KVK_CHECKED enum kvk_status
+kvk_fleet_identity_init(struct kvk_fleet_identity *fleet,
+                        const struct kvk_fleet_identity_options *options, struct kvk_error *error);
 void kvk_fleet_identity_finish(struct kvk_fleet_identity *fleet);
 
 /* Digest of how a block's bytes lie in the store, for `shape` of kvk_remote_space_options: of the
  * geometry that they are stored in, formats included (where that is another than in memory, of that
  * one), and of the witness before them. */
-void kvk_fleet_shape(const struct kvk_geometry *stored, uint8_t shape[KVK_REMOTE_KEY_SIZE]);
+KVK_CHECKED enum kvk_status kvk_fleet_shape(const struct kvk_geometry *stored,
+                                            uint8_t shape[KVK_REMOTE_KEY_SIZE],
+                                            struct kvk_error *error);
 
 /* ---- Chains ---- */
 
