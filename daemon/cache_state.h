@@ -116,6 +116,7 @@ struct kvk_space {
                               it was invalidated last */
     bool recorded;         /* in the catalogue: see persist.h */
     uint64_t idle_ms;      /* after so long unused its blocks go; 0: as the tenant's quota says */
+    bool partial_reuse;    /* a hit may end within a block: partial.c */
     /* counters */
     uint64_t queries, query_tokens, hit_tokens;
     uint64_t cost_ns, saved_ns; /* what its look-ups and moves took; what hits saved (estimate) */
@@ -183,6 +184,7 @@ struct kvk_sequence {
     struct kvk_sequence_group groups[KVK_GROUP_COUNT_MAX];
     struct kvk_disk_estimate disk; /* what of its prefix was on disk alone when it was opened */
     uint64_t public_tokens;        /* of cached, those in public blocks (group 0) */
+    uint32_t partial_tokens;       /* of cached, those that were copied from a part of a block */
     struct kvk_last_change last;
     struct kvk_request_id request_id;
     uint64_t opened_ns;
@@ -409,6 +411,8 @@ struct kvk_wrong_reuse {
 
 struct kvk_cache_stats {
     uint64_t lookups, lookup_tokens, hit_tokens, retries;
+    uint64_t partial_hits, partial_hit_tokens; /* of them, in a part of a block */
+    uint64_t partial_given_up; /* parts that were found, but could not be copied, or had no room */
     uint64_t hashed_bytes;
     uint64_t pins, opens, seals, appends, forks, closes;
     uint64_t sealed_blocks, duplicate_blocks, wrong_reuse;
@@ -544,8 +548,6 @@ struct kvk_cache {
     uint32_t give_next;       /* group that is asked for a slab next, where nobody offers one */
     uint64_t passing_holds;   /* of calls that work without the lock now: kvk_block_borrow() */
     uint32_t moves_under_way; /* blocks that are being copied between tiers, now */
-    uint32_t lent_blocks;     /* idle blocks in memory that the scrub looks at, now: who could have
-                                 had their room waits for the moment */
     struct kvk_refusal refusals[KVK_REFUSAL_COUNT]; /* ring */
     uint64_t refusal_count;
     struct kvk_wrong_reuse wrong_reuses[KVK_WRONG_REUSE_COUNT]; /* ring by stats.wrong_reuse */

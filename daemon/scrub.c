@@ -32,7 +32,8 @@ struct kvk_scrub {
     struct kvk_scrub_counts counts;
     uint8_t *buffer; /* [buffer_bytes], for reading from disk; the stepping thread's. Ours */
     uint64_t buffer_bytes;
-    bool stepping; /* not entered twice */
+    bool stepping;     /* not entered twice */
+    uint32_t borrowed; /* the block that is looked at in memory now, or KVK_BLOCK_NONE */
 
     pthread_t thread;
     pthread_cond_t wake;
@@ -44,7 +45,6 @@ struct kvk_scrub {
 struct scrub_copy {
     uint32_t block;
     enum kvk_tier tier;
-    bool lent; /* nobody else keeps it in memory */
     uint32_t shard_count;
     const uint8_t *address[KVK_SHARD_COUNT_MAX]; /* in memory */
     uint64_t size_bytes[KVK_SHARD_COUNT_MAX];
@@ -128,9 +128,8 @@ static void copy_borrow(struct kvk_cache *cache, struct scrub_copy *copy)
             copy->address[shard] = kvk_block_address(cache, block, copy->tier, shard);
         }
     }
-    /* What could have gone to make room is being used for a moment: who needs the room waits. */
-    copy->lent = copy->tier != KVK_TIER_DISK && block->state == KVK_BLOCK_EVICTABLE;
-    cache->lent_blocks += copy->lent ? 1 : 0;
+    KVK_ASSERT(cache->scrub->borrowed == KVK_BLOCK_NONE);
+    cache->scrub->borrowed = copy->tier != KVK_TIER_DISK ? copy->block : KVK_BLOCK_NONE;
     kvk_block_borrow(cache, copy->block, copy->tier);
 }
 
@@ -236,8 +235,7 @@ static void copy_judge(struct kvk_cache *cache, const struct scrub_copy *copy, e
 
 static void copy_return(struct kvk_cache *cache, const struct scrub_copy *copy)
 {
-    KVK_ASSERT(cache->lent_blocks >= (copy->lent ? 1U : 0U));
-    cache->lent_blocks -= copy->lent ? 1 : 0;
+    cache->scrub->borrowed = KVK_BLOCK_NONE;
     kvk_block_return(cache, copy->block, copy->tier);
     pthread_cond_broadcast(&cache->changed);
 }
@@ -315,6 +313,14 @@ bool kvk_scrub_step_unlocked(struct kvk_cache *cache)
     }
     kvk_unlock(&cache->lock);
     return more;
+}
+
+/* Its holders may have let go since it was borrowed: so this is asked, not remembered. */
+bool kvk_scrub_keeps_room(const struct kvk_cache *cache)
+{
+    const struct kvk_scrub *scrub = cache->scrub;
+    return scrub != NULL && scrub->borrowed != KVK_BLOCK_NONE &&
+           kvk_index_block(cache->index, scrub->borrowed)->hold_count == 1;
 }
 
 void kvk_scrub_counts(const struct kvk_cache *cache, struct kvk_scrub_counts *counts)
@@ -397,6 +403,7 @@ enum kvk_status kvk_scrub_create(struct kvk_cache *cache, struct kvk_error *erro
     if (cache->scrub == NULL) {
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for the scrub");
     }
+    cache->scrub->borrowed = KVK_BLOCK_NONE;
     kvk_condition_init(&cache->scrub->wake);
     if (!cache->threads || cache->config->scrub_bytes_per_second == 0) {
         return KVK_OK;
