@@ -308,6 +308,7 @@ enum kvk_status kvk_remote_submit(struct kvk_remote *remote, struct kvk_remote_b
 {
     KVK_ASSERT(batch->block_count > 0 && batch->block_count <= KVK_REMOTE_BLOCKS_MAX);
     KVK_ASSERT((unsigned)batch->operation < KVK_REMOTE_OPERATION_COUNT && batch->done != NULL);
+    KVK_ASSERT(batch->operation < KVK_REMOTE_APPEND || batch->space->part_count == 1);
     const struct kvk_remote_options *options = &remote->options;
     uint32_t turn = atomic_fetch_add_explicit(&remote->next_lane, 1, memory_order_relaxed);
     uint32_t index = turn % options->thread_count;

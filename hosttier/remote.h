@@ -74,6 +74,13 @@ enum kvk_remote_operation {
     KVK_REMOTE_FETCH,
     KVK_REMOTE_STORE,
     KVK_REMOTE_DROP, /* HIT: it is not there any more, whether it was or not */
+    /* Journals: plain bytes under a block's name that are only added to, so that no two writers can
+     * undo each other. Nothing is sealed or checked here: that is their users' business, and an
+     * entry may stand there twice where a connection broke. A space of one part, a block of one
+     * piece. */
+    KVK_REMOTE_APPEND, /* HIT: the piece stands at the journal's end; `length` is of all of it */
+    KVK_REMOTE_TAIL,   /* HIT: the piece holds the journal's last bytes, at its end, and zeros
+                          before them where there are fewer; `length` of them */
     KVK_REMOTE_OPERATION_COUNT,
 };
 
@@ -86,6 +93,7 @@ struct kvk_remote_block {
     uint32_t piece_count;
     enum kvk_remote_result result; /* out */
     uint32_t part_left;            /* not the caller's */
+    uint64_t length;               /* out, of APPEND and TAIL that are HIT */
 };
 
 struct kvk_remote_batch {
@@ -96,6 +104,7 @@ struct kvk_remote_batch {
     bool chain;           /* blocks are a chain, ancestors first: what lies behind the first gap is
                              not asked for where that is known in time (KVK_REMOTE_SKIPPED) */
     bool lasting;         /* of a STORE: without the options' ttl_ms */
+    uint64_t ttl_ms;      /* of a STORE: instead of the options' ttl_ms; 0: that */
     uint64_t deadline_ns; /* of the monotonic clock; it is done at the latest a few ms after */
     void (*done)(void *context, struct kvk_remote_batch *batch);
     void *context;
@@ -137,7 +146,7 @@ enum kvk_remote_state {
 
 struct kvk_remote_counters {
     uint64_t blocks[KVK_REMOTE_OPERATION_COUNT][KVK_REMOTE_RESULT_COUNT]; /* done, by result */
-    uint64_t bytes[KVK_REMOTE_OPERATION_COUNT]; /* of blocks that were HIT; 0 for EXISTS, DROP */
+    uint64_t bytes[KVK_REMOTE_OPERATION_COUNT]; /* of blocks that were HIT, of FETCH and STORE */
     uint64_t batches;                           /* done */
     uint64_t refused;                           /* not taken: limits, or the store is away */
     uint64_t requests;                          /* sent: parts of blocks, again where repeated */

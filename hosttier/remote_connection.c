@@ -190,7 +190,15 @@ static size_t block_command_put(struct kvk_remote_request *request, uint8_t *tar
         const char *const words[] = {"UNLINK", name};
         return size + command_put(target, KVK_REMOTE_COMMAND_SIZE - size, words, 2);
     }
+    case KVK_REMOTE_TAIL: {
+        char first[24];
+        (void)snprintf(first, sizeof(first), "-%llu",
+                       (unsigned long long)request->want.space->block_bytes);
+        const char *const words[] = {"GETRANGE", name, first, "-1"};
+        return size + command_put(target, KVK_REMOTE_COMMAND_SIZE - size, words, 4);
+    }
     case KVK_REMOTE_STORE:
+    case KVK_REMOTE_APPEND:
     case KVK_REMOTE_OPERATION_COUNT:
         break;
     }
@@ -208,6 +216,7 @@ static bool store_put(struct kvk_remote_connection *connection, struct kvk_remot
         return false;
     }
     uint64_t ttl_ms = request->batch->lasting ? 0 : lane->remote->options.ttl_ms;
+    ttl_ms = request->batch->ttl_ms > 0 ? request->batch->ttl_ms : ttl_ms;
     int size = snprintf((char *)start, KVK_REMOTE_COMMAND_SIZE,
                         "%s*%d\r\n$3\r\nSET\r\n$%u\r\n%s\r\n$%zu\r\n",
                         request->asking ? "*1\r\n$6\r\nASKING\r\n" : "", ttl_ms > 0 ? 5 : 3,
@@ -228,11 +237,35 @@ static bool store_put(struct kvk_remote_connection *connection, struct kvk_remot
     return true;
 }
 
+static bool append_put(struct kvk_remote_connection *connection, struct kvk_remote_request *request)
+{
+    const struct kvk_remote_piece *piece = &request->batch->blocks[request->block].pieces[0];
+    KVK_ASSERT(piece->size_bytes == request->want.space->block_bytes);
+    size_t entry_size = (size_t)piece->size_bytes;
+    uint8_t *start = output_room(connection, entry_size + 2 * (size_t)KVK_REMOTE_COMMAND_SIZE);
+    if (start == NULL) {
+        return false;
+    }
+    int size = snprintf((char *)start, KVK_REMOTE_COMMAND_SIZE,
+                        "%s*3\r\n$6\r\nAPPEND\r\n$%u\r\n%s\r\n$%zu\r\n",
+                        request->asking ? "*1\r\n$6\r\nASKING\r\n" : "", request->name_size,
+                        request->name, entry_size);
+    KVK_ASSERT(size > 0 && size < KVK_REMOTE_COMMAND_SIZE);
+    memcpy(start + size, piece->memory, entry_size);
+    memcpy(start + size + entry_size, "\r\n", 2);
+    connection->output_size += (size_t)size + entry_size + 2;
+    return true;
+}
+
 bool kvk_remote_connection_send(struct kvk_remote_connection *connection,
                                 struct kvk_remote_request *request)
 {
     if (request->batch->operation == KVK_REMOTE_STORE) {
         if (!store_put(connection, request)) {
+            return false;
+        }
+    } else if (request->batch->operation == KVK_REMOTE_APPEND) {
+        if (!append_put(connection, request)) {
             return false;
         }
     } else {

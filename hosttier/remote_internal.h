@@ -157,6 +157,12 @@ bool kvk_remote_connection_send(struct kvk_remote_connection *connection,
 /* One of the kinds that are no block's. */
 bool kvk_remote_connection_ask(struct kvk_remote_connection *connection, uint8_t kind);
 
+/* No bytes of blocks go with it: it goes before those that have some. */
+static inline bool kvk_remote_is_small(enum kvk_remote_operation operation)
+{
+    return operation != KVK_REMOTE_FETCH && operation != KVK_REMOTE_STORE;
+}
+
 /* ---- Nodes (remote_node.c) ---- */
 
 struct kvk_remote_node {

@@ -318,6 +318,7 @@ void kvk_remote_request_answered(struct kvk_remote_connection *connection,
     enum kvk_remote_result result = KVK_REMOTE_REFUSED;
     switch (request->batch->operation) {
     case KVK_REMOTE_EXISTS:
+    case KVK_REMOTE_TAIL:
         average(&lane->remote->round_trip_ns, lane->now_ns - request->sent_ns);
         result = request->decoded ? request->result : result;
         break;
@@ -329,6 +330,12 @@ void kvk_remote_request_answered(struct kvk_remote_connection *connection,
         break;
     case KVK_REMOTE_DROP:
         result = reply->type == REDIS_REPLY_INTEGER ? KVK_REMOTE_HIT : result;
+        break;
+    case KVK_REMOTE_APPEND:
+        if (reply->type == REDIS_REPLY_INTEGER && reply->integer >= 0) {
+            request->batch->blocks[request->block].length = (uint64_t)reply->integer;
+            result = KVK_REMOTE_HIT;
+        }
         break;
     case KVK_REMOTE_OPERATION_COUNT:
         KVK_UNREACHABLE();
@@ -369,8 +376,7 @@ static bool room_for(const struct kvk_remote_lane *lane, const struct kvk_remote
                      const struct kvk_remote_node *node)
 {
     const struct kvk_remote_options *options = &lane->remote->options;
-    bool small = batch->operation == KVK_REMOTE_EXISTS || batch->operation == KVK_REMOTE_DROP;
-    if (small) {
+    if (kvk_remote_is_small(batch->operation)) {
         return lane->idle.count > 0 && node->urgent.count < options->request_count_max / 4;
     }
     uint32_t queue_max = options->connection_count * options->pipeline_depth;

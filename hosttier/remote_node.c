@@ -182,7 +182,7 @@ bool kvk_remote_node_ready(const struct kvk_remote_node *node)
 void kvk_remote_node_push(struct kvk_remote_node *node, struct kvk_remote_request *request)
 {
     enum kvk_remote_operation operation = request->batch->operation;
-    bool urgent = operation == KVK_REMOTE_EXISTS || operation == KVK_REMOTE_DROP;
+    bool urgent = kvk_remote_is_small(operation);
     kvk_remote_list_push(urgent ? &node->urgent : &node->queue, request);
 }
 

@@ -34,6 +34,21 @@ static struct kvk_remote_reply *reply_create(const redisReadTask *task, const ch
     return reply;
 }
 
+/* The last bytes of a journal. */
+static enum kvk_remote_result tail_take(struct kvk_remote_block *block, const char *text,
+                                        size_t size)
+{
+    const struct kvk_remote_piece *piece = &block->pieces[0];
+    if (size > piece->size_bytes) {
+        return KVK_REMOTE_NOT_OURS; /* more than was asked for */
+    }
+    size_t before = (size_t)piece->size_bytes - size;
+    memset(piece->memory, 0, before);
+    memcpy((uint8_t *)piece->memory + before, text, size);
+    block->length = size;
+    return KVK_REMOTE_HIT;
+}
+
 static void *create_string(const redisReadTask *task, char *text, size_t size)
 {
     struct kvk_remote_connection *connection = task->privdata;
@@ -51,6 +66,8 @@ static void *create_string(const redisReadTask *task, char *text, size_t size)
             request->result = kvk_remote_value_decode(&request->want, connection->node->lane->crypt,
                                                       (const uint8_t *)text, size, block->pieces,
                                                       block->piece_count);
+        } else if (request->batch->operation == KVK_REMOTE_TAIL) {
+            request->result = tail_take(&request->batch->blocks[request->block], text, size);
         } else {
             request->result = kvk_remote_header_check(&request->want, (const uint8_t *)text, size);
         }

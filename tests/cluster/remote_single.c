@@ -86,8 +86,8 @@ static void house_open(void)
     FILE *file = fopen(text, "w");
     CHECK(file != NULL);
     CHECK(fputs("user default off\n"
-                "user kvkeep on >open-sesame ~kvkeep:* +getrange +set +unlink +ping "
-                "+cluster|slots\n"
+                "user kvkeep on >open-sesame ~kvkeep:* +getrange +set +append +unlink "
+                "+ping +cluster|slots\n"
                 "user reader on >read-only ~kvkeep:* +getrange +cluster|slots\n",
                 file) >= 0);
     CHECK(fclose(file) == 0);
@@ -142,6 +142,57 @@ static void use(struct kvk_remote *remote)
     CHECK(health.counters.blocks[KVK_REMOTE_FETCH][KVK_REMOTE_HIT] == BLOCKS);
     CHECK(health.fetch_rate > 0 && health.store_rate > 0 && health.round_trip_ns > 0);
     CHECK(health.batches_now == 0 && health.bytes_now == 0 && health.counters.batches == 5);
+}
+
+/* Entries of a journal stand one behind the other, its tail is what was added last, and what is no
+ * string there is said to be none of ours. */
+static void journal(struct kvk_remote *remote)
+{
+    struct client entry;
+    struct client tail;
+    struct kvk_remote_space small = house.space;
+    struct kvk_remote_space wide = house.space;
+    small.block_bytes = small.part_bytes = 16;
+    wide.block_bytes = wide.part_bytes = 40;
+    CHECK(client_await(remote, KVK_REMOTE_GOOD, WAIT_MS));
+    client_init(&entry, remote, &small, 1);
+    client_init(&tail, remote, &wide, 1);
+    CHECK(client_run(&tail, KVK_REMOTE_TAIL, 900, 1, false, 5000) == 0);
+    CHECK(tail.blocks[0].result == KVK_REMOTE_ABSENT);
+    for (uint8_t i = 1; i <= 4; i++) {
+        memset(entry.memory, i, 16);
+        CHECK(client_run(&entry, KVK_REMOTE_APPEND, 900, 1, false, 5000) == 1);
+        CHECK(entry.blocks[0].length == (uint64_t)16 * i);
+        memset(tail.memory, 0xee, 40);
+        CHECK(client_run(&tail, KVK_REMOTE_TAIL, 900, 1, false, 5000) == 1);
+        CHECK(tail.blocks[0].length == (i < 3 ? (uint64_t)16 * i : 40));
+        for (int k = 1; k <= 40; k++) { /* from the end */
+            int age = (k - 1) / 16;
+            CHECK(tail.memory[40 - k] == (age < i ? i - age : 0));
+        }
+    }
+    CHECK(client_run(&entry, KVK_REMOTE_DROP, 900, 1, false, 5000) == 1);
+    CHECK(client_run(&tail, KVK_REMOTE_TAIL, 900, 1, false, 5000) == 0);
+    client_finish(&entry);
+    client_finish(&tail);
+}
+
+/* A value may have a time of its own. */
+static void time_of_its_own(struct kvk_remote *remote)
+{
+    struct client client;
+    client_init(&client, remote, &house.space, 1);
+    CHECK(client_submit(&client, KVK_REMOTE_STORE, 901, 1, 1, false, 5000));
+    client_wait(&client);
+    client.batch.ttl_ms = 300;
+    client.batch.deadline_ns = now_ns() + 5 * KVK_NS_PER_SECOND;
+    client.done = false;
+    CHECK(kvk_remote_submit(remote, &client.batch, NULL) == KVK_OK);
+    client_wait(&client);
+    CHECK(client_run(&client, KVK_REMOTE_EXISTS, 901, 1, false, 5000) == 1);
+    (void)usleep(400000);
+    CHECK(client_run(&client, KVK_REMOTE_EXISTS, 901, 1, false, 5000) == 0);
+    client_finish(&client);
 }
 
 static void lets_nobody_in(struct kvk_remote *remote, const char *word)
@@ -326,6 +377,8 @@ int main(void)
     wrong_options();
     struct kvk_remote *remote = store_open("kvkeep", "open-sesame", NULL, NULL);
     use(remote);
+    journal(remote);
+    time_of_its_own(remote);
     kvk_remote_close(remote);
     remote = store_open("kvkeep", "open-sesame", "cert.pem", NULL);
     use(remote);
