@@ -281,6 +281,7 @@ enum kvk_status kvkeep_space_open(struct kvkeep_client *client,
     request.pipeline_shards = options->pipeline_shards;
     request.prefill_cost = &cost;
     request.lookup_min_tokens = options->lookup_min_tokens;
+    request.partial_reuse = (Kvkeep__V1__PartialReuse)options->partial_reuse;
     Kvkeep__V1__OpenSpaceResponse *response = NULL;
     enum kvk_status status =
         kvkeep_client_call(client, KVKEEP_METHOD("OpenSpace"), &request.base,
@@ -292,6 +293,7 @@ enum kvk_status kvkeep_space_open(struct kvkeep_client *client,
     space->id = response->space_id;
     space->block_tokens = options->block_tokens;
     space->group_count = options->group_count;
+    space->partial_reuse = response->partial_reuse;
     for (uint32_t g = 0; g < options->group_count; g++) {
         struct kvk_geometry *geometry = &space->groups[g];
         *geometry = options->groups[g];
@@ -317,6 +319,7 @@ enum kvk_status kvkeep_prompt_make(const struct kvkeep_prompt *prompt,
     message->message.salt.data = (uint8_t *)(uintptr_t)prompt->salt;
     message->message.salt.len = prompt->salt_size;
     message->message.use_public = prompt->use_public;
+    message->message.whole_blocks = prompt->whole_blocks;
     if (prompt->span_count == 0) {
         return KVK_OK;
     }
@@ -375,6 +378,7 @@ static enum kvk_status lookup(struct kvkeep_client *client, const struct kvkeep_
     result->disk_tokens = response->disk_tokens;
     result->restore_ns = response->restore_ns;
     result->restore_recompute_ns = response->restore_recompute_ns;
+    result->partial_tokens = response->partial_tokens;
     kvkeep__v1__lookup_response__free_unpacked(response, NULL);
     return KVK_OK;
 }

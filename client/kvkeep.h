@@ -107,6 +107,13 @@ struct kvkeep_space_options {
     double flops_per_token_position;
     double flops_per_second;
     uint32_t lookup_min_tokens;
+    enum kvkeep_partial_reuse {
+        KVKEEP_PARTIAL_REUSE_AS_IT_IS = 0, /* off in a new space */
+        KVKEEP_PARTIAL_REUSE_OFF = 1,
+        KVKEEP_PARTIAL_REUSE_ON = 2,
+    } partial_reuse; /* a hit may end within a block: cached_tokens is then no multiple of
+                        block_tokens, for every worker of the space. Refused where a group's blocks
+                        cannot be cut */
 };
 
 struct kvkeep_space {
@@ -114,6 +121,7 @@ struct kvkeep_space {
     uint32_t block_tokens;
     uint32_t group_count;
     struct kvk_geometry groups[KVK_GROUP_COUNT_MAX];
+    bool partial_reuse; /* on, when it was opened */
 };
 
 KVK_CHECKED enum kvk_status kvkeep_space_open(struct kvkeep_client *client,
@@ -204,8 +212,10 @@ struct kvkeep_prompt {
     size_t salt_size;
     const struct kvkeep_span *spans; /* [span_count], sorted */
     uint32_t span_count;
-    bool use_public; /* of look-ups, leases and opening: published prefixes are found too. For
-                        callers that read where kvkeep_table.spaces says */
+    bool use_public;   /* of look-ups, leases and opening: published prefixes are found too. For
+                          callers that read where kvkeep_table.spaces says */
+    bool whole_blocks; /* of look-ups and opening: no hit within a block, though the space allows it
+                        */
 };
 
 /* Where blocks of a prefix are; index = block of the prefix. */
@@ -228,6 +238,7 @@ struct kvkeep_lookup {
     uint64_t disk_tokens;          /* of cached_tokens: on disk alone */
     uint64_t restore_ns;           /* estimated to bring those back, */
     uint64_t restore_recompute_ns; /* and to compute from the first of them on */
+    uint64_t partial_tokens;       /* of cached_tokens, the last: in a part of a block */
 };
 
 KVK_CHECKED enum kvk_status kvkeep_lookup(struct kvkeep_client *client,
@@ -301,6 +312,7 @@ struct kvkeep_sequence {
     uint64_t length;
     uint64_t grant_first;
     struct kvkeep_table groups[KVK_GROUP_COUNT_MAX];
+    uint64_t partial_tokens; /* of cached_tokens, the last: copied into a block of its own */
 };
 
 struct kvkeep_open_options {

@@ -134,6 +134,7 @@ static enum kvk_status sequence_take(struct kvkeep_sequence *sequence,
     sequence->committed_tokens = response->committed_tokens;
     sequence->length = response->length;
     sequence->grant_first = response->grant_first;
+    sequence->partial_tokens = response->partial_tokens;
     enum kvk_status status = tables_merge(sequence->groups, sequence->space->group_count,
                                           response->n_tables, response->tables, error);
     uint64_t block_tokens = sequence->space->block_tokens;

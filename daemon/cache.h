@@ -106,7 +106,8 @@ struct kvk_prompt {
     uint32_t span_count;
     const struct kvk_priority_hint *hints; /* hint.h; of Touch and OpenSequence alone */
     uint32_t hint_count;
-    bool use_public; /* public blocks are found too: the caller reads where tables say they are */
+    bool use_public;   /* public blocks are found too: the caller reads where tables say they are */
+    bool whole_blocks; /* no hit within a block, though the space allows it */
 };
 
 /* ---- Test hooks: KVK_UNSUPPORTED without config.test_hooks ---- */

@@ -487,6 +487,9 @@ struct kvk_prefix {
                                                   while the lock is held */
     uint64_t public_blocks;                    /* of `blocks`, in group 0 */
     uint64_t hashed_bytes;
+    uint32_t partial_tokens; /* behind `blocks`: see partial.c */
+    uint32_t
+        partial[KVK_GROUP_COUNT_MAX]; /* the blocks that begin with them, where there are any */
 };
 void kvk_prefix_find(struct kvk_cache *cache, struct kvk_space *space,
                      const uint32_t roots[KVK_GROUP_COUNT_MAX], const struct kvk_prompt *prompt,
@@ -496,6 +499,11 @@ void kvk_prefix_shorten(const struct kvk_cache *cache, const struct kvk_space *s
                         struct kvk_prefix *prefix);
 /* Does a query after `blocks` blocks see block `index` of the group? */
 bool kvk_group_sees(const struct kvk_group *group, uint64_t blocks, uint64_t index);
+/* Does one after `tokens` tokens see the whole block `index`? */
+bool kvk_group_sees_at(const struct kvk_group *group, uint64_t tokens, uint64_t index);
+/* Does everything lie in memory that it sees of whole blocks of the path? */
+bool kvk_prefix_sees_memory(const struct kvk_cache *cache, const struct kvk_space *space,
+                            uint64_t tokens);
 /* Tokens that a look-up may find: 0 below the space's lookup_min_tokens. */
 uint64_t kvk_prefix_limit(const struct kvk_space *space, const struct kvk_prompt *prompt,
                           bool leave_last);
@@ -508,6 +516,44 @@ void kvk_prefix_use(struct kvk_cache *cache, struct kvk_space *space,
 uint64_t kvk_policy_now(const struct kvk_cache *cache);
 /* A look-up, or moving what it found, took so long. */
 void kvk_prefix_cost(struct kvk_cache *cache, struct kvk_space *space, uint64_t begun_ns);
+
+/* ================= partial.c: hits that end within a block ================= */
+
+/* KVK_INVALID: no block of the group, which is called `name`, can be cut. */
+KVK_CHECKED enum kvk_status kvk_partial_check(const struct kvk_geometry *geometry, const char *name,
+                                              struct kvk_error *error);
+/* Where the space allows it and the prompt does: the part of a block that is a hit behind the
+ * prefix that was found, in memory. Fills partial_tokens and partial; under a window `blocks` may
+ * grow, since a query behind the part sees less of what was before. */
+void kvk_partial_find(struct kvk_cache *cache, const struct kvk_space *space,
+                      const uint32_t roots[KVK_GROUP_COUNT_MAX], const struct kvk_prompt *prompt,
+                      uint64_t token_limit, struct kvk_prefix *prefix);
+static inline uint64_t kvk_prefix_tokens(const struct kvk_space *space,
+                                         const struct kvk_prefix *prefix)
+{
+    return prefix->blocks * space->block_tokens + prefix->partial_tokens;
+}
+/* So many tokens of a query were found in a part of a block. */
+void kvk_partial_count(struct kvk_cache *cache, const struct kvk_space *space, uint64_t tokens,
+                       bool retry);
+
+/* The blocks that parts are copied from, borrowed for a call: one of each group, or none. */
+struct kvk_partial_sources {
+    uint32_t count;
+    uint32_t blocks[KVK_GROUP_COUNT_MAX];
+    uint8_t tiers[KVK_GROUP_COUNT_MAX];
+};
+void kvk_partial_borrow(struct kvk_cache *cache, const struct kvk_space *space,
+                        const struct kvk_prefix *prefix, struct kvk_partial_sources *sources);
+void kvk_partial_return(struct kvk_cache *cache, struct kvk_partial_sources *sources);
+/* Into fresh blocks of ours, `targets` [group]. Drops the lock. What does not match its checksum
+ * is discredited: KVK_DATA_LOSS. */
+KVK_CHECKED enum kvk_status kvk_partial_copy_drops(struct kvk_cache *cache, const uint32_t *targets,
+                                                   const struct kvk_partial_sources *sources,
+                                                   struct kvk_error *error);
+/* They were used, at cache.stamp. */
+void kvk_partial_use(struct kvk_cache *cache, const struct kvk_space *space,
+                     const struct kvk_partial_sources *sources);
 
 /* ================= sequence files ================= */
 

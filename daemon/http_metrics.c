@@ -76,6 +76,7 @@ static const struct {
     {"kvkeep_lookup", "Of look-ups."},
     {"kvkeep_saved_seconds_total", "Estimated computing time that hits saved."},
     {"kvkeep_hit_tokens", "Tokens that were found cached."},
+    {"kvkeep_partial_", "Of hits that end within a block, and copy a part of it."},
     {"kvkeep_evictions", "Copies dropped to make room."},
     {"kvkeep_blocks", "Known blocks by state."},
     {"kvkeep_refusals", "Calls that were refused for want of room or state."},

@@ -14,21 +14,22 @@ uint64_t kvk_policy_now(const struct kvk_cache *cache)
 
 /* ---- What a query sees ---- */
 
-/* Blocks [0, sinks) and [first, blocks) are seen by a query after `blocks` blocks. */
+/* Blocks [0, sinks) and [first, blocks) are seen by a query after `blocks` whole blocks. */
 struct seen {
     uint64_t sinks;
     uint64_t first;
 };
 
-static struct seen seen_after(const struct kvk_group *group, uint64_t blocks)
+static struct seen seen_at(const struct kvk_group *group, uint64_t tokens)
 {
     const struct kvk_geometry *geometry = &group->geometry;
     if (!group->windowed) {
         return (struct seen){0};
     }
+    uint64_t blocks = tokens / geometry->block_tokens;
     uint64_t sinks =
         ((uint64_t)geometry->sinks + geometry->block_tokens - 1) / geometry->block_tokens;
-    uint64_t start = kvk_geometry_window_start(geometry, blocks * geometry->block_tokens);
+    uint64_t start = kvk_geometry_window_start(geometry, tokens);
     struct seen seen = {
         .sinks = sinks < blocks ? sinks : blocks,
         .first = start / geometry->block_tokens,
@@ -39,10 +40,44 @@ static struct seen seen_after(const struct kvk_group *group, uint64_t blocks)
     return seen;
 }
 
+static struct seen seen_after(const struct kvk_group *group, uint64_t blocks)
+{
+    return seen_at(group, blocks * group->geometry.block_tokens);
+}
+
+bool kvk_group_sees_at(const struct kvk_group *group, uint64_t tokens, uint64_t index)
+{
+    struct seen seen = seen_at(group, tokens);
+    return index < tokens / group->geometry.block_tokens &&
+           (index < seen.sinks || index >= seen.first);
+}
+
 bool kvk_group_sees(const struct kvk_group *group, uint64_t blocks, uint64_t index)
 {
-    struct seen seen = seen_after(group, blocks);
-    return index < blocks && (index < seen.sinks || index >= seen.first);
+    return kvk_group_sees_at(group, blocks * group->geometry.block_tokens, index);
+}
+
+static bool range_in_memory(const uint8_t *tiers, uint64_t first, uint64_t end)
+{
+    for (uint64_t i = first; i < end; i++) {
+        if ((tiers[i] & KVK_MEMORY_TIER_MASK) == 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+bool kvk_prefix_sees_memory(const struct kvk_cache *cache, const struct kvk_space *space,
+                            uint64_t tokens)
+{
+    for (uint32_t g = 0; g < space->group_count; g++) {
+        struct seen seen = seen_at(space->groups[g], tokens);
+        if (!range_in_memory(cache->path_tiers[g], 0, seen.sinks) ||
+            !range_in_memory(cache->path_tiers[g], seen.first, tokens / space->block_tokens)) {
+            return false;
+        }
+    }
+    return true;
 }
 
 /* ---- The boundary ---- */
@@ -174,9 +209,8 @@ void kvk_prefix_shorten(const struct kvk_cache *cache, const struct kvk_space *s
 /* The prefix of a prompt, for calls that keep nothing: an unknown salt leaves nothing behind. */
 static void prefix_look(struct kvk_cache *cache, struct kvk_space *space,
                         const struct kvk_prompt *prompt, uint64_t token_limit,
-                        struct kvk_prefix *prefix)
+                        uint32_t roots[KVK_GROUP_COUNT_MAX], struct kvk_prefix *prefix)
 {
-    uint32_t roots[KVK_GROUP_COUNT_MAX];
     kvk_space_roots_find(cache, space, prompt->salt, prompt->salt_size, roots);
     kvk_prefix_find(cache, space, roots, prompt, token_limit, prefix);
 }
@@ -278,6 +312,19 @@ static uint64_t bytes_to_load(const struct kvk_cache *cache, const struct kvk_sp
     return bytes;
 }
 
+/* The part of a block that is copied when the sequence is opened. */
+static void answer_part(const struct kvk_cache *cache, const struct kvk_space *space,
+                        const struct kvk_prefix *prefix, struct kvk_lookup_reply *reply)
+{
+    const struct kvk_block *source = kvk_index_block(cache->index, prefix->partial[0]);
+    bool on_device = (source->tier_mask & DEVICE_BIT) != 0;
+    reply->partial_tokens = prefix->partial_tokens;
+    reply->cached_tokens += prefix->partial_tokens;
+    reply->device_tokens += on_device ? prefix->partial_tokens : 0;
+    reply->host_tokens += on_device ? 0 : prefix->partial_tokens;
+    reply->recompute_ns = kvk_space_recompute_ns(space, 0, reply->cached_tokens);
+}
+
 static void lookup_answer(struct kvk_cache *cache, struct kvk_space *space,
                           const struct kvk_prefix *prefix, struct kvk_lookup_reply *reply)
 {
@@ -298,6 +345,9 @@ static void lookup_answer(struct kvk_cache *cache, struct kvk_space *space,
     reply->recompute_ns = kvk_space_recompute_ns(space, 0, reply->cached_tokens);
     reply->hashed_bytes = prefix->hashed_bytes;
     reply->public_tokens = prefix->public_blocks * space->block_tokens;
+    if (prefix->partial_tokens > 0) {
+        answer_part(cache, space, prefix, reply);
+    }
 }
 
 enum kvk_status kvk_lookup(struct kvk_cache *cache, const struct kvk_caller *caller,
@@ -310,15 +360,19 @@ enum kvk_status kvk_lookup(struct kvk_cache *cache, const struct kvk_caller *cal
     enum kvk_status status = kvk_space_find(cache, caller, request->space_id, &space, error);
     if (status == KVK_OK) {
         uint64_t begun_ns = kvk_clock_now(cache->clock);
+        uint64_t limit = kvk_prefix_limit(space, &request->prompt, request->leave_last);
+        uint32_t roots[KVK_GROUP_COUNT_MAX];
         struct kvk_prefix prefix;
-        prefix_look(cache, space, &request->prompt,
-                    kvk_prefix_limit(space, &request->prompt, request->leave_last), &prefix);
-        lookup_answer(cache, space, &prefix, reply);
+        prefix_look(cache, space, &request->prompt, limit, roots, &prefix);
+        struct kvk_prefix with_part = prefix;
+        kvk_partial_find(cache, space, roots, &request->prompt, limit, &with_part);
+        lookup_answer(cache, space, &with_part, reply);
         if (request->read_ahead && reply->disk_tokens > 0) {
             kvk_disk_ahead(cache, space, &prefix);
         }
         kvk_prefix_count(cache, space, request->prompt.token_count, reply->cached_tokens,
                          request->retry);
+        kvk_partial_count(cache, space, reply->partial_tokens, request->retry);
         if (!request->retry && prefix.publication != NULL) {
             kvk_public_hit(cache, prefix.publication->id, reply->public_tokens);
         }
@@ -351,11 +405,12 @@ enum kvk_status kvk_touch(struct kvk_cache *cache, const struct kvk_caller *call
     kvk_lock(&cache->lock);
     enum kvk_status status = kvk_space_find(cache, caller, space_id, &space, error);
     if (status == KVK_OK) {
+        uint32_t roots[KVK_GROUP_COUNT_MAX];
         struct kvk_prefix prefix;
         struct kvk_prompt own = *prompt;
         uint64_t limit = kvk_space_shares(space) ? prompt->token_count : 0;
         own.use_public = false; /* what is public does not age */
-        prefix_look(cache, space, &own, limit, &prefix);
+        prefix_look(cache, space, &own, limit, roots, &prefix);
         uint64_t known = prefix.known[space->group_count - 1]; /* the least of all groups */
         cache->stamp++;
         for (uint32_t g = 0; g < space->group_count; g++) {

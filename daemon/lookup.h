@@ -26,8 +26,9 @@ struct kvk_lookup_reply {
     uint64_t restore_recompute_ns; /* against computing from the first of them on; 0: not known */
     uint64_t load_ns;
     uint64_t recompute_ns;
-    uint64_t hashed_bytes;  /* by this walk: grows linearly with the prompt */
-    uint64_t public_tokens; /* of the cached, in public blocks (group 0) */
+    uint64_t hashed_bytes;   /* by this walk: grows linearly with the prompt */
+    uint64_t public_tokens;  /* of the cached, in public blocks (group 0) */
+    uint64_t partial_tokens; /* of the cached, in a part of a block */
 };
 
 /* Changes nothing but counters. Never blocks, allocates nothing. */

@@ -49,6 +49,7 @@ struct kvk_tenant_usage {
     uint64_t refusals;                  /* of all kinds, */
     uint64_t limit_refusals;            /* of them over a limit of its own, */
     uint64_t rate_refusals;             /* and over its rate */
+    uint64_t partial_hit_tokens;        /* of hit_tokens, in a part of a block */
 };
 
 /* Is the quota possible beside the guarantees of others? `guaranteed_bytes` is their sum.

@@ -233,6 +233,7 @@ static void space_fill(const struct kvk_space *space, struct kvk_space_report *r
         .generation = space->generation,
         .is_public = space->is_public,
         .mode = space->mode,
+        .partial_reuse = space->partial_reuse,
     };
     for (uint32_t i = 0; i < space->group_count; i++) {
         const struct kvk_group *group = space->groups[i];

@@ -60,6 +60,7 @@ struct kvk_space_report {
     uint64_t generation;
     bool is_public;
     uint8_t mode; /* enum kvk_tenant_mode; its tenant's goes beside it */
+    bool partial_reuse;
 };
 KVK_CHECKED enum kvk_status
 kvk_report_spaces(struct kvk_cache *cache, const struct kvk_caller *caller, struct kvk_view tenant,

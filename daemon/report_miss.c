@@ -334,9 +334,20 @@ static void judge_present(const struct question *question, const struct kvk_pref
         report->miss = KVK_MISS_ON_DISK;
         report->missing_block = first_on_disk(question, prefix);
         report->cached_tokens = report->missing_block * question->space->block_tokens;
+        report->partial_tokens = 0;
         report->load_ns = estimate.restore_ns;
         report->recompute_ns = estimate.recompute_ns;
     }
+}
+
+/* What of the next block an opening would take from another one. */
+static void find_part(struct question *question, const struct kvk_prefix *prefix, uint64_t limit)
+{
+    struct kvk_prefix with_part = *prefix;
+    kvk_partial_find(question->cache, question->space, question->roots, question->prompt, limit,
+                     &with_part);
+    question->report->partial_tokens = with_part.partial_tokens;
+    question->report->cached_tokens = kvk_prefix_tokens(question->space, &with_part);
 }
 
 static void answer_drops(struct question *question, bool leave_last)
@@ -354,6 +365,11 @@ static void answer_drops(struct question *question, bool leave_last)
     if (question->wanted > cache->path_capacity) {
         question->wanted = cache->path_capacity;
     }
+    struct kvk_prompt own = *prompt;
+    own.use_public = false; /* the journal knows of the space's own chain alone */
+    kvk_space_roots_find(cache, space, prompt->salt, prompt->salt_size, question->roots);
+    kvk_prefix_find(cache, space, question->roots, &own, limit, &prefix);
+    find_part(question, &prefix, limit);
     if (question->wanted == 0) {
         uint64_t asked = prompt->token_count - (leave_last && prompt->token_count > 0 ? 1 : 0);
         bool is_below = report->prompt_blocks > 0 && asked < space->lookup_min_tokens;
@@ -366,11 +382,6 @@ static void answer_drops(struct question *question, bool leave_last)
         .spans = prompt->spans,
         .span_count = prompt->span_count,
     };
-    struct kvk_prompt own = *prompt;
-    own.use_public = false; /* the journal knows of the space's own chain alone */
-    kvk_space_roots_find(cache, space, prompt->salt, prompt->salt_size, question->roots);
-    kvk_prefix_find(cache, space, question->roots, &own, limit, &prefix);
-    report->cached_tokens = prefix.blocks * space->block_tokens;
     find_missing(question, &prefix);
     if (report->missing_block < question->wanted) {
         judge_missing_drops(question, &prefix);
@@ -481,12 +492,23 @@ static void say_missing(struct words *words, const struct kvk_miss_report *repor
     }
 }
 
+/* Behind a sentence about whole blocks. */
+static void say_part(struct words *words, const struct kvk_miss_report *report)
+{
+    if (report->partial_tokens > 0) {
+        say(words,
+            " The last %llu of the cached tokens are a part of another block, and are copied.",
+            (unsigned long long)report->partial_tokens);
+    }
+}
+
 static void sentence_make(struct kvk_miss_report *report)
 {
     struct words words = {.text = report->sentence, .size = sizeof(report->sentence)};
     if (report->miss == KVK_MISS_SHORT) {
         say(&words, "The prompt has no whole block of %u tokens that could be a hit.",
             report->block_tokens);
+        say_part(&words, report);
         return;
     }
     if (report->miss == KVK_MISS_BELOW_MINIMUM) {
@@ -496,6 +518,7 @@ static void sentence_make(struct kvk_miss_report *report)
     if (report->miss == KVK_MISS_NONE) {
         say(&words, "Nothing is missing: all %llu blocks are cached.",
             (unsigned long long)report->missing_block);
+        say_part(&words, report);
         return;
     }
     unsigned long long first_token = report->missing_block * report->block_tokens;
@@ -507,6 +530,7 @@ static void sentence_make(struct kvk_miss_report *report)
     }
     say(&words, ") is the first that is missing: ");
     say_missing(&words, report);
+    say_part(&words, report);
 }
 
 enum kvk_status kvk_report_miss(struct kvk_cache *cache, const struct kvk_caller *caller,

@@ -28,8 +28,9 @@ const char *kvk_miss_name(enum kvk_miss miss); /* "never_sealed", never NULL */
 
 struct kvk_miss_report {
     enum kvk_miss miss;
-    uint64_t prompt_blocks; /* whole ones */
-    uint64_t cached_tokens; /* that a look-up finds now; KVK_MISS_ON_DISK: an opening */
+    uint64_t prompt_blocks;  /* whole ones */
+    uint64_t cached_tokens;  /* that a look-up finds now; KVK_MISS_ON_DISK: an opening */
+    uint64_t partial_tokens; /* of them, the last: a part of another block, see partial.c */
     uint32_t block_tokens;
     uint32_t minimum_tokens;
     uint64_t missing_block; /* index in the chain of the first that is missing */

@@ -79,6 +79,7 @@ KVK_RPC_HANDLER(kvk_rpc_explain_miss)
     response.verdict = kvk_rpc_text(kvk_miss_name(report.miss));
     response.sentence = kvk_rpc_text(report.sentence);
     response.cached_tokens = report.cached_tokens;
+    response.partial_tokens = report.partial_tokens;
     response.prompt_blocks = report.prompt_blocks;
     response.missing_block = report.missing_block;
     response.group = report.group;

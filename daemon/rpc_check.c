@@ -287,6 +287,7 @@ enum kvk_status kvk_rpc_check_prompt(struct kvk_rpc_run *run, const Kvkeep__V1__
     prompt->salt_size = message->salt.len;
     prompt->span_count = (uint32_t)message->n_spans;
     prompt->use_public = message->use_public;
+    prompt->whole_blocks = message->whole_blocks;
     return status;
 }
 
@@ -509,5 +510,8 @@ enum kvk_status kvk_rpc_check_space(const Kvkeep__V1__OpenSpaceRequest *message,
     }
     request->lookup_min_tokens = message->lookup_min_tokens;
     request->idle_ms = message->idle_ms;
-    return status;
+    request->partial_reuse = (enum kvk_partial_reuse)message->partial_reuse;
+    return status == KVK_OK ? check_enum((int)message->partial_reuse, KVK_PARTIAL_REUSE_AS_IT_IS,
+                                         KVK_PARTIAL_REUSE_ON, "partial_reuse", error)
+                            : status;
 }

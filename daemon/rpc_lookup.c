@@ -30,6 +30,7 @@ KVK_RPC_HANDLER(kvk_rpc_lookup)
     response.restore_ns = reply.restore_ns;
     response.restore_recompute_ns = reply.restore_recompute_ns;
     response.public_tokens = reply.public_tokens;
+    response.partial_tokens = reply.partial_tokens;
     response.load_ns = reply.load_ns;
     response.recompute_ns = reply.recompute_ns;
     return kvk_rpc_reply(run, &response.base, error);

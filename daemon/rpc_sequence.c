@@ -29,6 +29,7 @@ static void fill_sequence(Kvkeep__V1__SequenceResponse *response, struct kvk_rpc
     response->tables = packed->pointers;
     response->disk = kvk_rpc_fill_disk(packed, &reply->disk);
     response->public_tokens = reply->public_tokens;
+    response->partial_tokens = reply->partial_tokens;
 }
 
 static enum kvk_status reply_sequence(struct kvk_rpc_run *run,

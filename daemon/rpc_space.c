@@ -35,6 +35,7 @@ KVK_RPC_HANDLER(kvk_rpc_open_space)
     }
     response.space_id = reply.space_id;
     response.created = reply.created;
+    response.partial_reuse = reply.partial_reuse;
     response.n_groups = reply.group_count;
     response.groups = pointers;
     return kvk_rpc_reply(run, &response.base, error);
@@ -146,6 +147,7 @@ static void fill_space(struct rpc_space_row *row, const struct kvk_space_report 
     info->hit_tokens = report->hit_tokens;
     info->generation = report->generation;
     info->is_public = report->is_public;
+    info->partial_reuse = report->partial_reuse;
     info->mode = kvk_rpc_give_mode((enum kvk_tenant_mode)report->mode);
 }
 

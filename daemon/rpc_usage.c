@@ -55,6 +55,7 @@ static void fill_row(struct usage_row *row, const struct kvk_usage_report *repor
     row->row.refusals = usage->refusals;
     row->row.limit_refusals = usage->limit_refusals;
     row->row.rate_refusals = usage->rate_refusals;
+    row->row.partial_hit_tokens = usage->partial_hit_tokens;
 }
 
 static enum kvk_status reply_usage(struct kvk_rpc_run *run, const struct kvk_usage_report *reports,

@@ -628,6 +628,7 @@ void kvk_sequence_answer(const struct kvk_sequence *sequence, struct kvk_sequenc
         .grant_first = sequence->sealed,
         .disk = sequence->disk,
         .public_tokens = sequence->public_tokens,
+        .partial_tokens = sequence->partial_tokens,
     };
 }
 

@@ -34,6 +34,7 @@ struct kvk_sequence_reply {
     uint64_t freed_blocks;
     struct kvk_disk_estimate disk; /* as it was when the sequence was opened */
     uint64_t public_tokens;        /* of cached_tokens, those in public blocks (group 0) */
+    uint64_t partial_tokens;       /* of cached_tokens, those copied from a part of a block */
 };
 
 struct kvk_open_request {

@@ -85,6 +85,7 @@ static void child_fill(const struct forking *forking, struct kvk_sequence *child
     child->length = parent->length;
     child->committed = parent->committed;
     child->cached = parent->cached;
+    child->partial_tokens = parent->partial_tokens;
     child->sealed = parent->sealed;
     memcpy(child->rank_sealed, parent->rank_sealed, sizeof(child->rank_sealed));
     child->whole_blocks = parent->whole_blocks;

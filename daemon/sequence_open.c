@@ -10,7 +10,7 @@
 #include "base/assert.h"
 #include "daemon/sequence_internal.h"
 
-#define OPEN_TRIES 3     /* where invalidations come between */
+#define OPEN_TRIES 4     /* where invalidations come between, or a part of a block cannot be had */
 #define PROMOTE_SLICE 64 /* blocks that are brought to the device in one go */
 
 struct opening {
@@ -29,7 +29,10 @@ struct opening {
     bool own_alone;     /* without what is public: there is no room for its namesakes */
     uint64_t public_id; /* what was used of it */
     uint64_t public_tokens;
-    bool invalidated; /* the last try ended because of it */
+    struct kvk_partial_sources sources; /* what a part of a block is copied from */
+    bool whole_blocks; /* without a part of a block: there was no room beside it, or no copy */
+    bool again;        /* the last try ended because of that, */
+    bool invalidated;  /* or because of this */
 };
 
 /* ---- Checks ---- */
@@ -193,6 +196,12 @@ static enum kvk_status open_find_drops(struct opening *opening, struct kvk_prefi
         kvk_disk_prefix_find_drops(cache, opening->space, roots, prompt, limit, opening->caller,
                                    prefix, &sequence->disk, &kept, opening->error);
     kvk_disk_kept_finish(cache, &kept); /* nothing comes between here and our own holds */
+    if (status == KVK_OK && !opening->whole_blocks) {
+        kvk_partial_find(cache, opening->space, roots, prompt, limit, prefix);
+    }
+    if (prefix->partial_tokens > 0 && !opening->caller->may_block) {
+        status = KVK_WOULD_BLOCK; /* it has to be copied */
+    }
     if (sequence->disk.restored_tokens == 0) {
         kvk_prefix_cost(cache, opening->space, begun_ns);
     }
@@ -260,20 +269,20 @@ static void open_prefix(struct opening *opening, const struct kvk_prefix *prefix
     struct kvk_sequence *sequence = opening->sequence;
     struct kvk_space *space = opening->space;
     uint32_t blocks = (uint32_t)prefix->blocks;
+    uint64_t tokens = kvk_prefix_tokens(space, prefix);
     for (uint32_t g = 0; g < space->group_count; g++) {
         struct kvk_sequence_group *table = &sequence->groups[g];
         open_place(opening, prefix, g);
         for (uint32_t i = 0; i < blocks; i++) {
             table->blocks[i] = KVK_BLOCK_NONE;
             table->pins[i] = 0;
-            if (kvk_group_sees(space->groups[g], blocks, i)) {
+            if (kvk_group_sees_at(space->groups[g], tokens, i)) {
                 kvk_sequence_take(cache, sequence, g, i, cache->path[g][i], true);
             }
         }
         table->block_count = blocks;
         if (space->groups[g]->windowed) {
-            uint64_t start = kvk_geometry_window_start(&space->groups[g]->geometry,
-                                                       (uint64_t)blocks * space->block_tokens);
+            uint64_t start = kvk_geometry_window_start(&space->groups[g]->geometry, tokens);
             table->keep_block = (uint32_t)(start / space->block_tokens);
             table->window_block = table->keep_block;
         }
@@ -283,7 +292,8 @@ static void open_prefix(struct opening *opening, const struct kvk_prefix *prefix
         opening->public_tokens = prefix->public_blocks * space->block_tokens;
         sequence->public_tokens = opening->public_tokens;
     }
-    sequence->cached = (uint64_t)blocks * space->block_tokens;
+    sequence->cached = tokens;
+    sequence->partial_tokens = prefix->partial_tokens;
     sequence->sealed = sequence->cached;
     for (uint32_t r = 0; r < space->rank_count; r++) {
         sequence->rank_sealed[r] = sequence->cached;
@@ -311,6 +321,18 @@ static void open_prefix_undo(struct opening *opening)
     sequence->public_tokens = 0;
 }
 
+/* No part of a block then: that it could not be had is no reason to refuse anything. */
+static enum kvk_status open_give_part_up(struct opening *opening, enum kvk_status status)
+{
+    if (status != KVK_OK && status != KVK_WOULD_BLOCK && status != KVK_DEADLINE &&
+        status != KVK_CANCELLED) {
+        opening->cache->stats.partial_given_up++;
+        opening->whole_blocks = true;
+        opening->again = true;
+    }
+    return status;
+}
+
 /* Find the prefix and hold it before the lock is dropped again, so that making room cannot take it;
  * the chains go on behind it. */
 static enum kvk_status open_take_drops(struct opening *opening)
@@ -331,7 +353,11 @@ static enum kvk_status open_take_drops(struct opening *opening)
         open_prefix_undo(opening);
         opening->own_alone = true; /* which needs none */
     }
+    kvk_partial_borrow(opening->cache, opening->space, &prefix, &opening->sources);
     enum kvk_status status = kvk_quota_check_holds(opening->cache, tenant, &mark, opening->error);
+    if (status != KVK_OK && opening->sources.count > 0) {
+        return open_give_part_up(opening, status);
+    }
     if (status != KVK_OK) {
         kvk_refusal_note(opening->cache, opening->caller, tenant, opening->sequence->id, 0,
                          opening->error);
@@ -364,10 +390,13 @@ static enum kvk_status open_reserve_drops(struct opening *opening)
     if (wanted == 0 && want.growth_bytes == 0) {
         return KVK_OK;
     }
+    struct kvk_caller caller = *opening->caller;
+    bool has_part = opening->sources.count > 0;
+    caller.call = has_part ? NULL : caller.call; /* with a part nobody is refused */
     enum kvk_status status =
-        kvk_room_reserve_drops(cache, space, &want, blocks, opening->caller, opening->error);
+        kvk_room_reserve_drops(cache, space, &want, blocks, &caller, opening->error);
     if (status != KVK_OK) {
-        return status;
+        return has_part ? open_give_part_up(opening, status) : status;
     }
     for (uint32_t g = 0; g < space->group_count; g++) {
         struct kvk_sequence_group *table = &sequence->groups[g];
@@ -380,6 +409,24 @@ static enum kvk_status open_reserve_drops(struct opening *opening)
     sequence->growth_tokens = growth_tokens;
     kvk_sequence_keep_growth(cache, sequence, want.growth_bytes);
     return KVK_OK;
+}
+
+/* The part of a block comes into the first of the sequence's own. */
+static enum kvk_status open_part_drops(struct opening *opening)
+{
+    const struct kvk_sequence *sequence = opening->sequence;
+    uint32_t targets[KVK_GROUP_COUNT_MAX];
+    if (opening->sources.count == 0) {
+        return KVK_OK;
+    }
+    for (uint32_t g = 0; g < opening->sources.count; g++) {
+        targets[g] = sequence->groups[g].blocks[sequence->whole_blocks];
+    }
+    uint64_t begun_ns = kvk_clock_now(opening->cache->clock);
+    enum kvk_status status =
+        kvk_partial_copy_drops(opening->cache, targets, &opening->sources, opening->error);
+    opening->space->cost_ns += kvk_clock_now(opening->cache->clock) - begun_ns;
+    return open_give_part_up(opening, status);
 }
 
 /* The next blocks of the prefix that lie on the host, head first, from block `*next` on. */
@@ -478,7 +525,9 @@ static void open_count(struct opening *opening)
         kvk_prefix_count(cache, space, sequence->length, sequence->cached, opening->request->retry);
         kvk_public_hit(cache, opening->public_id,
                        opening->request->retry ? 0 : opening->public_tokens);
+        kvk_partial_count(cache, space, sequence->partial_tokens, opening->request->retry);
     }
+    kvk_partial_use(cache, space, &opening->sources);
 }
 
 /* Was its space, salt or prefix invalidated while the lock was dropped? Who asked for that was
@@ -507,6 +556,9 @@ static enum kvk_status open_run_drops(struct opening *opening)
         status = open_reserve_drops(opening);
     }
     if (status == KVK_OK) {
+        status = open_part_drops(opening);
+    }
+    if (status == KVK_OK) {
         status = open_promote_drops(opening);
     }
     if (status == KVK_OK && sequence->doomed) {
@@ -526,6 +578,7 @@ static enum kvk_status open_run_drops(struct opening *opening)
     } else {
         kvk_sequence_end(opening->cache, sequence, NULL);
     }
+    kvk_partial_return(opening->cache, &opening->sources);
     return status;
 }
 
@@ -594,7 +647,11 @@ enum kvk_status kvk_sequence_open(struct kvk_cache *cache, const struct kvk_call
     }
     for (int tries = 0; tries < OPEN_TRIES; tries++) {
         opening.invalidated = false;
+        opening.again = false;
         status = open_try(&opening, reply);
+        if (opening.again) {
+            continue;
+        }
         if (status == KVK_DATA_LOSS) {
             opening.lookup = false; /* what is cached is damaged: a miss, never a hit */
         } else if (!opening.invalidated) {

@@ -48,6 +48,21 @@ static enum kvk_status check_group(const struct kvk_space_request *request, uint
     return KVK_OK;
 }
 
+/* Where hits may end within a block, blocks can be cut. */
+static enum kvk_status check_parts(const struct kvk_space_request *request, struct kvk_error *error)
+{
+    for (uint32_t i = 0; i < request->group_count && request->partial_reuse == KVK_PARTIAL_REUSE_ON;
+         i++) {
+        char name[32];
+        (void)snprintf(name, sizeof(name), "groups[%u]", i);
+        enum kvk_status status = kvk_partial_check(&request->groups[i], name, error);
+        if (status != KVK_OK) {
+            return status;
+        }
+    }
+    return KVK_OK;
+}
+
 static enum kvk_status check_request(const struct kvk_space_request *request,
                                      struct kvk_error *error)
 {
@@ -65,6 +80,10 @@ static enum kvk_status check_request(const struct kvk_space_request *request,
         if (status != KVK_OK) {
             return status;
         }
+    }
+    enum kvk_status parts = check_parts(request, error);
+    if (parts != KVK_OK) {
+        return parts;
     }
     const struct {
         const char *field;
@@ -124,6 +143,7 @@ static void fill_reply(const struct kvk_space *space, bool created, struct kvk_s
     *reply = (struct kvk_space_reply){
         .space_id = space->id,
         .created = created,
+        .partial_reuse = space->partial_reuse,
         .group_count = space->group_count,
     };
     for (uint32_t i = 0; i < space->group_count; i++) {
@@ -200,6 +220,7 @@ static enum kvk_status space_create_unlocked(struct kvk_cache *cache,
     space->flops_per_second = request->flops_per_second;
     space->lookup_min_tokens = request->lookup_min_tokens;
     space->idle_ms = request->idle_ms;
+    space->partial_reuse = request->partial_reuse == KVK_PARTIAL_REUSE_ON;
     kvk_space_set_generation(space, generation);
     if (public_slots != NULL) {
         space->is_public = true;
@@ -525,6 +546,9 @@ enum kvk_status kvk_space_open(struct kvk_cache *cache, const struct kvk_caller 
         status = compare_geometry(known, request, error);
         if (status == KVK_OK) {
             known->idle_ms = request->idle_ms;
+            if (request->partial_reuse != KVK_PARTIAL_REUSE_AS_IT_IS) {
+                known->partial_reuse = request->partial_reuse == KVK_PARTIAL_REUSE_ON;
+            }
             fill_reply(known, false, reply);
         }
         free(identity);

@@ -57,11 +57,17 @@ struct kvk_space_request {
     double flops_per_second;
     uint32_t lookup_min_tokens;
     uint64_t idle_ms; /* 0: as the tenant's quota says */
+    enum kvk_partial_reuse {
+        KVK_PARTIAL_REUSE_AS_IT_IS = 0, /* off in a new space */
+        KVK_PARTIAL_REUSE_OFF = 1,
+        KVK_PARTIAL_REUSE_ON = 2,
+    } partial_reuse;
 };
 
 struct kvk_space_reply {
     uint64_t space_id;
     bool created;
+    bool partial_reuse; /* on, now */
     uint32_t group_count;
     struct {
         uint64_t block_bytes;

@@ -5,6 +5,7 @@
  * crash loses is that minute.
  */
 #include <inttypes.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -16,7 +17,9 @@
 #define SAVE_NS (KVK_USAGE_SAVE_S * KVK_NS_PER_SECOND)
 #define SAVE_TENANTS 4   /* written by one round: each is a synced commit */
 #define SAVE_LOOKS 64    /* places looked at by one round */
-#define VALUE_VERSION 1U /* of struct stored */
+#define VALUE_VERSION 2U /* of struct stored */
+#define VALUE_VERSION_1_SIZE offsetof(struct stored, usage.partial_hit_tokens) /* it ended there   \
+                                                                                */
 
 /* As it lies in the catalogue. */
 struct stored {
@@ -24,7 +27,7 @@ struct stored {
     uint32_t size; /* of the whole */
     struct kvk_tenant_usage usage;
 };
-_Static_assert(sizeof(struct kvk_tenant_usage) == (2 * KVK_TIER_COUNT + 13) * sizeof(uint64_t),
+_Static_assert(sizeof(struct kvk_tenant_usage) == (2 * KVK_TIER_COUNT + 14) * sizeof(uint64_t),
                "a change of what is stored needs a new version");
 
 /* ---- Byte-seconds ---- */
@@ -89,7 +92,7 @@ static void usage_load_unlocked(const struct kvk_cache *cache, const struct kvk_
                                 struct kvk_tenant_usage *usage)
 {
     char name[VALUE_NAME_SIZE];
-    struct stored stored;
+    struct stored stored = {.version = 0};
     size_t size = sizeof(stored);
     struct kvk_error error;
     *usage = (struct kvk_tenant_usage){.requests = 0};
@@ -99,8 +102,9 @@ static void usage_load_unlocked(const struct kvk_cache *cache, const struct kvk_
     value_name(tenant->id, name);
     enum kvk_status status =
         kvk_catalogue_get_value(cache->catalogue, name, &stored, &size, &error);
-    if (status == KVK_OK && size == sizeof(stored) && stored.version == VALUE_VERSION &&
-        stored.size == sizeof(stored)) {
+    size_t right = stored.version == 1 ? VALUE_VERSION_1_SIZE : sizeof(stored);
+    if (status == KVK_OK && size == right && stored.size == right &&
+        (stored.version == 1 || stored.version == VALUE_VERSION)) {
         *usage = stored.usage;
     } else if (status != KVK_NOT_FOUND) {
         kvk_log(KVK_LOG_WARNING, "usage_lost", "tenant_id=%" PRIu64 " reason=%s", tenant->id,

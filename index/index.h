@@ -119,6 +119,28 @@ struct kvk_match {
 void kvk_index_match(const struct kvk_index *index, const struct kvk_content *content,
                      struct kvk_match *match);
 
+/* What one call of kvk_index_match_part() looks at, at most: some microseconds. */
+#define KVK_PARTIAL_CHILDREN_MAX 64
+#define KVK_PARTIAL_BYTES_MAX (UINT64_C(64) << 10) /* compared; one child more may pass it */
+
+struct kvk_partial {
+    uint32_t block;          /* KVK_BLOCK_NONE: none */
+    uint32_t tokens;         /* of its first ones, 1 to block_tokens - 1 */
+    uint32_t looked;         /* children */
+    uint64_t compared_bytes; /* tokens and content */
+};
+
+/*
+ * Of the children of the cursor's block that have a copy in one of the tiers of the mask: the one
+ * whose first tokens go along with the content there the longest, as far as the content has tokens,
+ * but never the whole block. The newest of the children are looked at. Tokens that stand for
+ * content count only with all of their span, and only where the content is the same.
+ * content->first may lie anywhere before the cursor.
+ */
+void kvk_index_match_part(const struct kvk_index *index, const struct kvk_content *content,
+                          const struct kvk_cursor *cursor, uint8_t tier_mask,
+                          struct kvk_partial *partial);
+
 /* One step along the keys of a prompt, whether its blocks are known or not: from the key of what
  * lies before block `block` of `content` (whose first token is the prompt's) to that of the block.
  * Hashes one block. False: no memory yet for the content spans of blocks of this size, for no root

@@ -301,8 +301,8 @@ static json_t *space_json(const Kvkeep__V1__SpaceInfo *space)
 {
     ProtobufCBinaryData none = {0};
     return json_pack(
-        "{s:I, s:o, s:o, s:o, s:i, s:i, s:i, s:I, s:I, s:I, s:I, s:I, s:I, s:b, s:s}", "space_id",
-        (json_int_t)space->space_id, "tenant", ctl_json_text(space->tenant), "model",
+        "{s:I, s:o, s:o, s:o, s:i, s:i, s:i, s:I, s:I, s:I, s:I, s:I, s:I, s:b, s:s, s:b}",
+        "space_id", (json_int_t)space->space_id, "tenant", ctl_json_text(space->tenant), "model",
         ctl_json_text(space->identity == NULL ? none : space->identity->model), "revision",
         ctl_json_text(space->identity == NULL ? none : space->identity->revision), "block_tokens",
         (int)space->block_tokens, "tensor_shards", (int)space->tensor_shards, "pipeline_shards",
@@ -310,7 +310,7 @@ static json_t *space_json(const Kvkeep__V1__SpaceInfo *space)
         (json_int_t)space->bytes, "queries", (json_int_t)space->queries, "query_tokens",
         (json_int_t)space->query_tokens, "hit_tokens", (json_int_t)space->hit_tokens, "generation",
         (json_int_t)space->generation, "is_public", space->is_public, "mode",
-        ctl_mode_name(space->mode));
+        ctl_mode_name(space->mode), "partial_reuse", space->partial_reuse);
 }
 
 int ctl_spaces(const struct ctl_options *options, int argc, char **argv)

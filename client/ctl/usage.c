@@ -45,7 +45,7 @@ static json_t *row_json(const Kvkeep__V1__UsageRow *row)
         {"moved_bytes", row->moved_bytes},     {"limit_evictions", row->limit_evictions},
         {"idle_blocks", row->idle_blocks},     {"hints_left_out", row->hints_left_out},
         {"refusals", row->refusals},           {"limit_refusals", row->limit_refusals},
-        {"rate_refusals", row->rate_refusals},
+        {"rate_refusals", row->rate_refusals}, {"partial_hit_tokens", row->partial_hit_tokens},
     };
     json_t *object =
         json_pack("{s:o, s:o}", "tenant", ctl_json_text(row->tenant), "tiers", tiers_json(row));

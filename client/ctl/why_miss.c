@@ -149,6 +149,8 @@ static json_t *answer_json(const Kvkeep__V1__ExplainMissResponse *response)
         "group", (int)response->group, "missing_looked", (json_int_t)response->missing_looked,
         "missing_gone", (json_int_t)response->missing_gone, "journal_reach_ms",
         (json_int_t)response->journal_reach_ms, "block_tokens", (int)response->block_tokens);
+    json_object_set_new(object, "partial_tokens",
+                        json_integer((json_int_t)response->partial_tokens));
     if (response->reason.len > 0) {
         json_object_set_new(
             object, "gone",

@@ -89,6 +89,7 @@ class Lookup:
     disk_tokens: int
     restore_ns: int
     restore_recompute_ns: int
+    partial_tokens: int = 0  # of cached_tokens, the last: in a part of a block
 
 
 def default_target() -> str:
@@ -165,15 +166,18 @@ class Client:
     def open_space(self, identity: Identity, groups: Sequence[LayerGroup], *,
                    block_tokens: int = 16, tensor_shards: int = 1, pipeline_shards: int = 1,
                    prefill_cost: PrefillCost = PrefillCost(), lookup_min_tokens: int = 0,
-                   tenant: Text | None = None) -> Space:
+                   tenant: Text | None = None, partial_reuse: bool | None = None) -> Space:
         """Open a space, or find it. KvkeepError ALREADY_EXISTS: the identity is known with another
-        geometry."""
+        geometry. `partial_reuse`: hits may end within a block, for every worker of the space, until
+        somebody says False; None: as it is."""
         response = self.call("OpenSpace", pb.OpenSpaceRequest(
             tenant=self.tenant if tenant is None else as_bytes(tenant),
             identity=identity.message(), block_tokens=block_tokens,
             groups=[group.message() for group in groups], tensor_shards=tensor_shards,
             pipeline_shards=pipeline_shards, prefill_cost=prefill_cost.message(),
-            lookup_min_tokens=lookup_min_tokens), repeat=True)
+            lookup_min_tokens=lookup_min_tokens,
+            partial_reuse={None: pb.PARTIAL_REUSE_AS_IT_IS, False: pb.PARTIAL_REUSE_OFF,
+                           True: pb.PARTIAL_REUSE_ON}[partial_reuse]), repeat=True)
         return Space(
             id=response.space_id, created=response.created, block_tokens=block_tokens,
             groups=tuple(groups), tensor_shards=tensor_shards, pipeline_shards=pipeline_shards,
@@ -190,7 +194,8 @@ class Client:
             read_ahead=read_ahead), repeat=True)
         return Lookup(response.cached_tokens, response.device_tokens, response.host_tokens,
                       response.load_ns, response.recompute_ns, response.disk_tokens,
-                      response.restore_ns, response.restore_recompute_ns)
+                      response.restore_ns, response.restore_recompute_ns,
+                      response.partial_tokens)
 
     def touch(self, space: Space, tokens: Tokens, hints: Sequence[PriorityHint] = ()) -> int:
         """These tokens were hit in the engine's own cache: keep them young here. How many of them

@@ -401,6 +401,7 @@ class Sequence(_Holder):
         self.committed_tokens: int = response.committed_tokens
         self.length: int = response.length
         self.grant_first: int = response.grant_first  # [grant_first, length) may be written
+        self.partial_tokens: int = response.partial_tokens  # of cached_tokens: of a part of a block
         self.swapped_out: bool = response.state == pb.SEQUENCE_STATE_SWAPPED_OUT
         self._tables.update(response.tables)
         self._tables.cut(-(-self.length // self.space.block_tokens))

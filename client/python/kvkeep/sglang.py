@@ -184,8 +184,8 @@ class KvkeepStorage(HiCacheStorage):  # type: ignore[misc]
         each page for itself."""
         before = getattr(extra_info, "prefix_keys", None) if self._chained else None
         if before is None:
-            return [(Prompt(_words([key]), salt=ALONE), 0) for key in keys]
-        return [(Prompt(_words([*before, *keys])), len(before))] if keys else []
+            return [(Prompt(_words([key]), salt=ALONE, whole_blocks=True), 0) for key in keys]
+        return [(Prompt(_words([*before, *keys]), whole_blocks=True), len(before))] if keys else []
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many pages from the first on are there."""

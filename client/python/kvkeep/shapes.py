@@ -210,11 +210,13 @@ class Prompt:
     # Published prefixes are hits too. Read such blocks where Placement.space_id says, by
     # map_slots(public_id=…), or with read() and attend().
     use_public: bool = False
+    # No hit within a block, though the space allows it (open_space(partial_reuse=True)).
+    whole_blocks: bool = False
 
     def message(self) -> pb.Prompt:
         return pb.Prompt(tokens=token_bytes(self.tokens), salt=as_bytes(self.salt),
                          spans=[span.message() for span in self.spans],
-                         use_public=self.use_public)
+                         use_public=self.use_public, whole_blocks=self.whole_blocks)
 
 
 def prompt_message(tokens: Tokens) -> pb.Prompt:

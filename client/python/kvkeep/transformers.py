@@ -308,7 +308,7 @@ class CachedModel:
     def prompt(self, tokens: np.ndarray, content: bytes | None) -> Prompt:
         """`content`: the digest of what an encoder has read; all that follows depends on it."""
         spans = [ContentSpan(0, 1, content)] if content is not None else []
-        return Prompt(tokens, salt=self.call_salt, spans=spans)
+        return Prompt(tokens, salt=self.call_salt, spans=spans, whole_blocks=True)
 
     # ------------------------------------------------------------- loading
 

@@ -166,7 +166,7 @@ class Writer:
         self.stored = target
 
     def _prompt(self, tokens: np.ndarray) -> Prompt:
-        return Prompt(tokens, salt=self._salt, spans=self._spans)
+        return Prompt(tokens, salt=self._salt, spans=self._spans, whole_blocks=True)
 
     def _write(self, sequence: Sequence, first: int, take: Take) -> None:
         size = self._space.block_tokens

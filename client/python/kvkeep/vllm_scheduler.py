@@ -740,7 +740,7 @@ class SchedulerSide:
 
 def _prompt(request: Request, tokens: list[int]) -> Prompt:
     spans = tuple(span for span in request.spans if span.first + span.count <= len(tokens))
-    return Prompt(tokens, salt=request.salt, spans=spans)
+    return Prompt(tokens, salt=request.salt, spans=spans, whole_blocks=True)
 
 
 def _rows(blocks: list[Placement]) -> list[tuple[int, int, int]]:
