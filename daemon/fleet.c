@@ -27,6 +27,7 @@
 
 #include "base/assert.h"
 #include "base/bytes.h"
+#include "daemon/fleet_internal.h"
 
 #define HASH_SIZE 32
 
@@ -151,19 +152,36 @@ enum kvk_status kvk_fleet_key_read(const char *path, const char *field,
     return status;
 }
 
-void kvk_fleet_secret(const uint8_t key[KVK_FLEET_KEY_SIZE], const char *tenant,
-                      uint8_t secret[KVK_REMOTE_SECRET_SIZE])
+void kvk_fleet_hmac(const uint8_t key[32], const void *message, size_t size, uint8_t hash[32])
 {
-    static const char salt[] = "kvkeep fleet 1";
+    hmac_once(key, 32, message, size, hash);
+}
+
+/* HKDF of one block of output: extract, then expand. */
+static void derive(const uint8_t key[KVK_FLEET_KEY_SIZE], const char *salt, const char *tenant,
+                   uint8_t secret[KVK_REMOTE_SECRET_SIZE])
+{
     uint8_t extracted[HASH_SIZE];
     uint8_t info[KVK_FLEET_NAME_MAX + 1];
     size_t size = strlen(tenant);
     KVK_ASSERT(size <= KVK_FLEET_NAME_MAX);
-    hmac_once((const uint8_t *)salt, sizeof(salt) - 1, key, KVK_FLEET_KEY_SIZE, extracted);
+    hmac_once((const uint8_t *)salt, strlen(salt), key, KVK_FLEET_KEY_SIZE, extracted);
     memcpy(info, tenant, size);
     info[size] = 1; /* the first block of HKDF's output, and the only one */
     hmac_once(extracted, sizeof(extracted), info, size + 1, secret);
     kvk_secret_wipe(extracted, sizeof(extracted));
+}
+
+void kvk_fleet_secret(const uint8_t key[KVK_FLEET_KEY_SIZE], const char *tenant,
+                      uint8_t secret[KVK_REMOTE_SECRET_SIZE])
+{
+    derive(key, "kvkeep fleet 1", tenant, secret);
+}
+
+void kvk_fleet_record_secret(const uint8_t key[KVK_FLEET_KEY_SIZE],
+                             uint8_t secret[KVK_REMOTE_SECRET_SIZE])
+{
+    derive(key, "kvkeep fleet records 1", "", secret);
 }
 
 static void add_geometry(EVP_MAC_CTX *context, const struct kvk_geometry *geometry)

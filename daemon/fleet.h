@@ -115,7 +115,7 @@ void kvk_fleet_chain_next(struct kvk_fleet_chain *chain, struct kvk_fleet_link *
 /* ---- The generation of a space in the fleet ----
  *
  * It lies in the store as a record of its own: a list that is only added to, of numbers that are
- * sealed with the tenant's secret; the highest counts, so that no two writers can undo each other.
+ * sealed with the fleet's key; the highest counts, so that no two writers can undo each other.
  * Numbers come from the clock and chance and are never used twice: a record that the store lost, or
  * that somebody deleted, is an invalidation, never the return of what was invalidated. Who knows a
  * higher number than the record (a store that fell back to an old replica) adds it again.
@@ -150,7 +150,9 @@ KVK_CHECKED enum kvk_status kvk_fleet_open(const struct kvk_fleet_options *optio
 void kvk_fleet_close(struct kvk_fleet *fleet); /* NULL is fine; all members have left */
 
 /* Have a space's number followed from now on; the first reading is under way when this returns.
- * `user` is handed to `invalidated`. Does I/O of the catalogue. KVK_EXHAUSTED: member_count_max. */
+ * `user` is handed to `invalidated`, which may be called before this returns: where the catalogue
+ * remembers a lower number than the store has. Does I/O of the catalogue. KVK_EXHAUSTED:
+ * member_count_max. */
 KVK_CHECKED enum kvk_status kvk_fleet_join(struct kvk_fleet *fleet,
                                            const struct kvk_fleet_identity *identity, void *user,
                                            struct kvk_fleet_member **member,
@@ -169,7 +171,8 @@ KVK_CHECKED bool kvk_fleet_generation(const struct kvk_fleet_member *member, uin
  * until the store has it, but not past the deadline.
  *
  * KVK_UNAVAILABLE from end: this node is done, the store was not reached yet; the number goes there
- * by itself when it is back. Calls of one member must not overlap.
+ * by itself when it is back. Begin waits for a call of `invalidated` for the member that is under
+ * way: not with anything held that this needs. Calls of one member must not overlap.
  */
 KVK_CHECKED enum kvk_status kvk_fleet_raise_begin(struct kvk_fleet_member *member,
                                                   struct kvk_error *error);
@@ -183,7 +186,7 @@ struct kvk_fleet_counters {
     uint64_t learned;       /* invalidations of others that were carried out here */
     uint64_t begun;         /* records that were not there, and were begun here */
     uint64_t restored;      /* records that had fallen back, and were put right from here */
-    uint64_t foreign;       /* entries of records that were not sealed with the tenant's secret */
+    uint64_t foreign;       /* entries of records that were not sealed with the fleet's key */
 };
 void kvk_fleet_counters(const struct kvk_fleet *fleet, struct kvk_fleet_counters *counters);
 
