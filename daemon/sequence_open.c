@@ -195,6 +195,9 @@ static enum kvk_status open_find_drops(struct opening *opening, struct kvk_prefi
     enum kvk_status status =
         kvk_disk_prefix_find_drops(cache, opening->space, roots, prompt, limit, opening->caller,
                                    prefix, &sequence->disk, &kept, opening->error);
+    if (kept.count > 0) {
+        prefix->known[opening->space->group_count - 1] = prefix->blocks; /* the rest may go now */
+    }
     kvk_disk_kept_finish(cache, &kept); /* nothing comes between here and our own holds */
     if (status == KVK_OK && !opening->whole_blocks) {
         kvk_partial_find(cache, opening->space, roots, prompt, limit, prefix);

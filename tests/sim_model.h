@@ -90,6 +90,8 @@ struct sim {
     struct kvk_geometry groups[SPACES][2];
     uint32_t group_counts[SPACES];
     uint32_t rank_counts[SPACES];
+    double flops_per_second[SPACES];
+    bool partial_reuse[SPACES]; /* where it may be on; it is switched now and then */
     struct sim_instance instances[INSTANCES];
     struct sim_sequence sequences[SEQUENCES];
     struct sim_lease leases[LEASES];
@@ -100,7 +102,7 @@ struct sim {
     uint64_t generations[SPACES]; /* one more with each invalidation of the whole */
     struct kvk_tables tables;
     /* what happened, so that a run that tests nothing is seen */
-    uint64_t hits, hit_tokens, refusals, reads, swaps, nested, copy_failures, ended;
+    uint64_t hits, partial_hits, hit_tokens, refusals, reads, swaps, nested, copy_failures, ended;
     /* the disk below, and what lasts; NULL: none */
     struct faulty_disk faulty;
     struct kvk_catalogue *catalogue;
@@ -165,6 +167,12 @@ static void prefixes_make(uint32_t space, uint32_t salt, const uint32_t *tokens,
         prefix = prefix_fold(prefix, tokens[t]);
         prefixes[t] = prefix;
     }
+}
+
+/* Of a sealed block some of the tokens: as far as they are alike, a hit may end within it. */
+static uint64_t part_of(uint64_t prefix)
+{
+    return mix(prefix + UINT64_C(0x2545f4914f6cdd1d));
 }
 
 /* A sealed prefix counts within its space's generation. */
@@ -336,18 +344,25 @@ static void sealed_mark(const struct sim_sequence *sequence)
     prefixes_make(space_of(sequence), sequence->salt, sequence->tokens, whole, prefixes);
     for (uint64_t b = 1; b * BLOCK_TOKENS <= whole; b++) {
         sealed_add(space_of(sequence), prefixes[b * BLOCK_TOKENS - 1]);
+        for (uint64_t t = (b - 1) * BLOCK_TOKENS; t + 1 < b * BLOCK_TOKENS; t++) {
+            sealed_add(space_of(sequence), part_of(prefixes[t]));
+        }
     }
 }
 
-static void hit_check(uint32_t space, uint32_t salt, const uint32_t *tokens, uint64_t cached)
+static void hit_check(uint32_t space, uint32_t salt, const uint32_t *tokens, uint64_t cached,
+                      uint64_t partial)
 {
     uint64_t prefixes[LENGTH_MAX + 8];
-    SIM_ASSERT(cached % BLOCK_TOKENS == 0);
+    SIM_ASSERT(cached % BLOCK_TOKENS == partial);
+    SIM_ASSERT(partial == 0 || sim.partial_reuse[space]);
     if (cached == 0) {
         return;
     }
     prefixes_make(space, salt, tokens, cached, prefixes);
-    SIM_ASSERT(sealed_has(space, prefixes[cached - 1]));
+    uint64_t last = prefixes[cached - 1];
+    SIM_ASSERT(sealed_has(space, partial > 0 ? part_of(last) : last));
+    sim.partial_hits += partial > 0 ? 1 : 0;
     sim.hits++;
     sim.hit_tokens += cached;
 }

@@ -40,7 +40,7 @@ static void event_lookup(void)
         return;
     }
     if (went_well(kvk_lookup(sim.cache, caller, &request, &reply, &error))) {
-        hit_check(space, salt, tokens, reply.cached_tokens);
+        hit_check(space, salt, tokens, reply.cached_tokens, reply.partial_tokens);
         SIM_ASSERT(reply.cached_tokens + (request.leave_last && count > 0 ? 1 : 0) <= count);
     }
     if (chance(0.3)) {
@@ -151,7 +151,7 @@ static void event_open(void)
         return;
     }
     SIM_ASSERT(instance->open && instance->life == life);
-    hit_check(space, made.salt, made.tokens, reply.cached_tokens);
+    hit_check(space, made.salt, made.tokens, reply.cached_tokens, reply.partial_tokens);
     made.id = reply.sequence_id;
     SIM_ASSERT(reply.sealed_tokens == reply.cached_tokens);
     for (uint32_t r = 0; r < RANKS_MAX; r++) {
@@ -409,7 +409,7 @@ static void event_pin(void)
         reply.lease_id == 0) {
         return;
     }
-    hit_check(instance->space, salt, tokens, reply.cached_tokens);
+    hit_check(instance->space, salt, tokens, reply.cached_tokens, 0);
     *lease = (struct sim_lease){.open = true,
                                 .instance = i,
                                 .id = reply.lease_id,
@@ -508,7 +508,7 @@ static void event_invalidate(void)
         struct kvk_lookup_request lookup = {.space_id = request.space_id,
                                             .prompt = prompt_of(any, LENGTH_MAX, &salt)};
         SIM_ASSERT(kvk_lookup(sim.cache, &caller, &lookup, &found, &error) == KVK_OK);
-        hit_check(space, salt, any, found.cached_tokens);
+        hit_check(space, salt, any, found.cached_tokens, found.partial_tokens);
     }
 }
 
@@ -574,6 +574,37 @@ static void event_quota(void)
     }
 }
 
+static void space_open(uint32_t s, enum kvk_partial_reuse reuse)
+{
+    struct kvk_space_request request = {.block_tokens = BLOCK_TOKENS,
+                                        .group_count = sim.group_counts[s],
+                                        .flops_per_token = 10,
+                                        .flops_per_token_position = 1,
+                                        .flops_per_second = sim.flops_per_second[s],
+                                        .partial_reuse = reuse};
+    request.identity.parts[KVK_IDENTITY_MODEL - 1] =
+        (struct kvk_view){(const uint8_t *)"same for both", 13 - (s == 1 ? 1 : 0)};
+    memcpy(request.groups, sim.groups[s], sizeof sim.groups[s]);
+    struct kvk_space_reply reply;
+    struct kvk_caller caller = *caller_of(s);
+    caller.may_block = true;
+    SIM_ASSERT(kvk_space_open(sim.cache, &caller, &request, &reply, &error) == KVK_OK);
+    SIM_ASSERT(reply.partial_reuse == (reuse == KVK_PARTIAL_REUSE_ON) ||
+               reuse == KVK_PARTIAL_REUSE_AS_IT_IS);
+    sim.space_ids[s] = reply.space_id;
+}
+
+/* Open a space again, as a process that joins does, and switch its partial reuse. */
+static void event_space(void)
+{
+    uint32_t s = pick(SPACES);
+    enum kvk_partial_reuse reuse =
+        (enum kvk_partial_reuse)(chance(0.7) ? KVK_PARTIAL_REUSE_ON : pick(2));
+    if (sim.partial_reuse[s]) {
+        space_open(s, reuse);
+    }
+}
+
 static void event_run(void)
 {
     static void (*const events[])(void) = {
@@ -582,7 +613,7 @@ static void event_run(void)
         event_seal,       event_cut,    event_fork,   event_swap,  event_swap,  event_close,
         event_close,      event_read,   event_read,   event_pin,   event_lease, event_transfer,
         event_invalidate, event_end,    event_time,   event_fault, event_disk,  event_disk,
-        event_quota,
+        event_quota,      event_space,
     };
     events[pick(sizeof events / sizeof events[0])]();
     sim.done++;
@@ -712,19 +743,9 @@ static void spaces_open(void)
         sim.group_counts[s] = s == 2 ? 1 : 1 + s;
         sim.groups[s][0] = geometry(sim.rank_counts[s], 0, 0);
         sim.groups[s][1] = geometry(sim.rank_counts[s], 9, 4);
-        struct kvk_space_request request = {.block_tokens = BLOCK_TOKENS,
-                                            .group_count = sim.group_counts[s],
-                                            .flops_per_token = 10,
-                                            .flops_per_token_position = 1,
-                                            .flops_per_second = chance(0.7) ? 0 : 1e6};
-        request.identity.parts[KVK_IDENTITY_MODEL - 1] =
-            (struct kvk_view){(const uint8_t *)"same for both", 13 - (s == 1 ? 1 : 0)};
-        memcpy(request.groups, sim.groups[s], sizeof sim.groups[s]);
-        struct kvk_space_reply reply;
-        struct kvk_caller caller = *caller_of(s);
-        caller.may_block = true;
-        SIM_ASSERT(kvk_space_open(sim.cache, &caller, &request, &reply, &error) == KVK_OK);
-        sim.space_ids[s] = reply.space_id;
+        sim.flops_per_second[s] = chance(0.7) ? 0 : 1e6;
+        sim.partial_reuse[s] = chance(0.6);
+        space_open(s, sim.partial_reuse[s] ? KVK_PARTIAL_REUSE_ON : KVK_PARTIAL_REUSE_AS_IT_IS);
     }
 }
 
@@ -802,16 +823,18 @@ static void seed_run(uint64_t seed, uint64_t events)
     while (sim.done < events) {
         event_run();
     }
-    printf("seed %llu: device %llu, host %llu bytes, %s: %llu events (%llu in between), %llu hits, "
+    printf("seed %llu: device %llu, host %llu bytes, %s: %llu events (%llu in between), %llu hits "
+           "(%llu in part, %llu given up), "
            "%llu reads, %llu swaps, %llu refusals, %llu ends, %llu faults, disk %llu bytes%s, "
            "%llu written, %llu restored, %llu faults\n",
            (unsigned long long)seed, (unsigned long long)sim.config.device_bytes,
            (unsigned long long)sim.config.host_bytes,
            sim.config.policy == KVK_EVICT_LRU ? "lru" : "rp-cost", (unsigned long long)sim.done,
            (unsigned long long)sim.nested, (unsigned long long)sim.hits,
-           (unsigned long long)sim.reads, (unsigned long long)sim.swaps,
-           (unsigned long long)sim.refusals, (unsigned long long)sim.ended,
-           (unsigned long long)sim.copy_failures,
+           (unsigned long long)sim.partial_hits,
+           (unsigned long long)sim.cache->stats.partial_given_up, (unsigned long long)sim.reads,
+           (unsigned long long)sim.swaps, (unsigned long long)sim.refusals,
+           (unsigned long long)sim.ended, (unsigned long long)sim.copy_failures,
            (unsigned long long)(sim.faulty.disk != NULL ? sim.config.disk_bytes : 0),
            sim.catalogue != NULL ? " recorded" : "",
            (unsigned long long)sim.cache->stats.disk_written_blocks,
