@@ -307,6 +307,7 @@ static uint32_t block_erase(struct kvk_cache *cache, struct kvk_group *group, ui
     kvk_sidecar_block_leaves(cache, group, id);
     uint32_t parent = is_indexed(block) ? kvk_index_remove(cache->index, id) : KVK_BLOCK_NONE;
     kvk_disk_block_gone(cache, id);
+    kvk_remote_block_gone(cache, id);
     kvk_index_block_free(cache->index, id);
     return parent;
 }

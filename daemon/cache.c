@@ -208,11 +208,17 @@ enum kvk_status kvk_cache_create(const struct kvk_cache_options *options, struct
     if (status == KVK_OK) {
         status = tables_make(cache, error);
     }
+    if (status == KVK_OK) {
+        status = kvk_remote_store_create(cache, error);
+    }
     if (status == KVK_OK && cache->threads) {
         status = maintenance_start(cache, error);
     }
     if (status == KVK_OK) {
         status = kvk_disk_tier_start(cache, error);
+    }
+    if (status == KVK_OK) {
+        status = kvk_remote_store_start(cache, error);
     }
     if (status == KVK_OK) {
         status = kvk_scrub_create(cache, error);
@@ -283,6 +289,7 @@ static void memory_free(struct kvk_cache *cache)
         free(cache->path[g]);
         free(cache->path_tiers[g]);
     }
+    kvk_remote_store_destroy(cache);
     kvk_disk_tier_destroy(cache);
     for (int i = 0; i < KVK_TIER_COUNT; i++) {
         free(cache->tiers[i].tenant_bytes);
@@ -304,6 +311,7 @@ static void memory_free(struct kvk_cache *cache)
 void kvk_cache_quiesce(struct kvk_cache *cache)
 {
     kvk_scrub_destroy(cache);
+    kvk_remote_store_stop(cache);
     maintenance_stop(cache);
     kvk_disk_tier_stop(cache);
 }

@@ -468,6 +468,9 @@ uint64_t kvk_cache_workspace_bytes(const struct kvk_cache *cache);
 uint64_t kvk_cache_stood_still(const struct kvk_cache *cache, uint64_t now_ns);
 /* Free what invalidated roots left behind, over at most `count` block ids. */
 void kvk_purge_slice(struct kvk_cache *cache, uint32_t count);
+/* Another node of the fleet has invalidated the space: when this returns, no look-up finds what was
+ * here of it. Without the lock. */
+void kvk_invalidated_elsewhere(struct kvk_cache *cache, uint64_t space_id);
 /* Give back slabs that stand empty, and memory where there is no budget for it; back places ahead
  * of need. Drops the lock. */
 void kvk_room_tidy_drops(struct kvk_cache *cache);
@@ -494,6 +497,10 @@ struct kvk_prefix {
 void kvk_prefix_find(struct kvk_cache *cache, struct kvk_space *space,
                      const uint32_t roots[KVK_GROUP_COUNT_MAX], const struct kvk_prompt *prompt,
                      uint64_t token_limit, struct kvk_prefix *prefix);
+/* The longest boundary up to `limit` where every group has what a query from there sees: blocks
+ * whose entry in tiers[group] is not 0. */
+uint64_t kvk_boundary_find(const struct kvk_space *space,
+                           const uint8_t *const tiers[KVK_GROUP_COUNT_MAX], uint64_t limit);
 /* Some of path_tiers were changed: the boundary as it is now, at or below prefix->blocks. */
 void kvk_prefix_shorten(const struct kvk_cache *cache, const struct kvk_space *space,
                         struct kvk_prefix *prefix);

@@ -27,6 +27,7 @@
 #include "daemon/mrc.h"
 #include "daemon/mover.h"
 #include "daemon/quota.h"
+#include "daemon/remote_store.h"
 #include "daemon/report.h"
 #include "daemon/restore.h"
 #include "daemon/sequence.h"
@@ -114,9 +115,10 @@ struct kvk_space {
     uint32_t public_slots[KVK_GROUP_COUNT_MAX]; /* of a public one: exactly so many */
     uint64_t public_since; /* prefixes published up to here are not for it: cache.public_clock when
                               it was invalidated last */
-    bool recorded;         /* in the catalogue: see persist.h */
-    uint64_t idle_ms;      /* after so long unused its blocks go; 0: as the tenant's quota says */
-    bool partial_reuse;    /* a hit may end within a block: partial.c */
+    struct kvk_remote_member *remote; /* remote_store.h; NULL: it shares nothing. Ours */
+    bool recorded;                    /* in the catalogue: see persist.h */
+    uint64_t idle_ms;   /* after so long unused its blocks go; 0: as the tenant's quota says */
+    bool partial_reuse; /* a hit may end within a block: partial.c */
     /* counters */
     uint64_t queries, query_tokens, hit_tokens;
     uint64_t cost_ns, saved_ns; /* what its look-ups and moves took; what hits saved (estimate) */
@@ -484,6 +486,7 @@ struct kvk_cache {
     struct kvk_attention_state attention;
     struct kvk_tier_state tiers[KVK_TIER_COUNT];
     struct kvk_disk_tier *disk_tier;        /* disk_tier.h; NULL: none. Ours */
+    struct kvk_remote_store *remote;        /* remote_store.h; NULL: none. Ours */
     struct kvk_scrub *scrub;                /* scrub.h; ours */
     struct kvk_tenant_state *tenant_states; /* [KVK_TENANT_COUNT_MAX] by tenant.index, ours */
     bool trim_wanted;    /* a tenant may be above its limit: a quota was changed */

@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "base/assert.h"
+#include "base/log.h"
 #include "daemon/persist.h"
 #include "daemon/sequence_internal.h"
 #include "daemon/space_internal.h"
@@ -161,6 +162,32 @@ static enum kvk_status spaces_retire_drops(struct kvk_cache *cache, struct kvk_s
     }
     kvk_persist_end(cache);
     return status;
+}
+
+void kvk_invalidated_elsewhere(struct kvk_cache *cache, uint64_t space_id)
+{
+    struct kvk_invalidate_reply reply = {.spaces = 0};
+    struct kvk_error error;
+    KVK_ASSERT(kvk_locks_held() == 0);
+    kvk_lock(&cache->lock);
+    struct kvk_space *space = kvk_table_get(&cache->space_table, space_id);
+    if (space == NULL) {
+        kvk_unlock(&cache->lock);
+        return;
+    }
+    const struct kvk_tenant *tenant = space->tenant;
+    space->reference_count++;
+    if (spaces_retire_drops(cache, &space, 1, &reply, &error) != KVK_OK) {
+        /* It must not be found any more, whether the catalogue knows or not. */
+        kvk_log(KVK_LOG_ERROR, "invalidation_not_recorded", "space=%llu text=\"%s\"",
+                (unsigned long long)space_id, error.text);
+        space_retire(cache, space, &reply);
+        kvk_public_invalidated(cache, space, NULL);
+    }
+    purge_begin_drops(cache);
+    spaces_release(&space, 1);
+    kvk_unlock(&cache->lock);
+    kvk_sessions_notify_unlocked(cache, tenant, KVK_NOTICE_INVALIDATED, space_id);
 }
 
 /* ---- A salt, or a prefix ---- */
@@ -463,7 +490,14 @@ enum kvk_status kvk_invalidate(struct kvk_cache *cache, const struct kvk_caller 
     kvk_lock(&cache->lock);
     status = target_find(cache, caller, request, &tenant, spaces, &count, error);
     if (status == KVK_OK) {
+        status = kvk_remote_raise_begin_drops(cache, spaces, count, error);
+    }
+    if (status == KVK_OK) { /* begun here is ended here, whatever becomes of it */
         status = invalidate_drops(cache, spaces, count, request, reply, error);
+        kvk_unlock(&cache->lock);
+        reply->store_pending =
+            kvk_remote_raise_end_unlocked(cache, spaces, count, caller->deadline_ns);
+        kvk_lock(&cache->lock);
     }
     for (uint32_t i = 0; i < count; i++) {
         ids[i] = spaces[i]->id;

@@ -115,15 +115,14 @@ static uint64_t window_boundary(const struct kvk_group *group, const uint8_t *ti
     }
 }
 
-/* The longest boundary up to `limit` where every group has what a query from there sees. */
-static uint64_t boundary_find(const struct kvk_cache *cache, const struct kvk_space *space,
-                              uint64_t limit)
+uint64_t kvk_boundary_find(const struct kvk_space *space,
+                           const uint8_t *const tiers[KVK_GROUP_COUNT_MAX], uint64_t limit)
 {
     for (uint32_t g = 0; g < space->group_count; g++) {
         const struct kvk_group *group = space->groups[g];
         struct seen seen = seen_after(group, limit);
         uint64_t needed = group->windowed ? seen.sinks : limit;
-        uint64_t hole = first_hole(cache->path_tiers[g], needed);
+        uint64_t hole = first_hole(tiers[g], needed);
         limit = hole < needed ? hole : limit;
     }
     uint64_t whole_from[KVK_GROUP_COUNT_MAX];
@@ -137,12 +136,21 @@ static uint64_t boundary_find(const struct kvk_cache *cache, const struct kvk_sp
         before = boundary;
         for (uint32_t g = 0; g < space->group_count; g++) {
             if (space->groups[g]->windowed) {
-                boundary = window_boundary(space->groups[g], cache->path_tiers[g], boundary,
-                                           &whole_from[g]);
+                boundary = window_boundary(space->groups[g], tiers[g], boundary, &whole_from[g]);
             }
         }
     } while (boundary != before);
     return boundary;
+}
+
+static uint64_t boundary_find(const struct kvk_cache *cache, const struct kvk_space *space,
+                              uint64_t limit)
+{
+    const uint8_t *tiers[KVK_GROUP_COUNT_MAX];
+    for (uint32_t g = 0; g < KVK_GROUP_COUNT_MAX; g++) {
+        tiers[g] = cache->path_tiers[g];
+    }
+    return kvk_boundary_find(space, tiers, limit);
 }
 
 uint64_t kvk_prefix_limit(const struct kvk_space *space, const struct kvk_prompt *prompt,
@@ -261,6 +269,11 @@ static void use_range(struct kvk_cache *cache, const struct kvk_space *space, ui
             kvk_disk_offer(cache, cache->path[g][i], false);
         }
     }
+    for (uint64_t i = first; i < end && cache->remote != NULL; i++) {
+        if (cache->path_tiers[g][i] != 0 && !kvk_block_is_public(cache, cache->path[g][i])) {
+            kvk_remote_offer(cache, cache->path[g][i], false);
+        }
+    }
 }
 
 void kvk_prefix_use(struct kvk_cache *cache, struct kvk_space *space,
@@ -370,6 +383,7 @@ enum kvk_status kvk_lookup(struct kvk_cache *cache, const struct kvk_caller *cal
         if (request->read_ahead && reply->disk_tokens > 0) {
             kvk_disk_ahead(cache, space, &prefix);
         }
+        kvk_remote_ask(cache, space, &request->prompt, limit, &prefix, &reply->remote);
         kvk_prefix_count(cache, space, request->prompt.token_count, reply->cached_tokens,
                          request->retry);
         kvk_partial_count(cache, space, reply->partial_tokens, request->retry);
@@ -421,6 +435,8 @@ enum kvk_status kvk_touch(struct kvk_cache *cache, const struct kvk_caller *call
         if (cache->disk_tier != NULL) {
             kvk_disk_ahead(cache, space, &prefix);
         }
+        struct kvk_remote_use use;
+        kvk_remote_ask(cache, space, &own, limit, &prefix, &use);
     }
     kvk_unlock(&cache->lock);
     return status;

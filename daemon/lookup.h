@@ -8,6 +8,7 @@
 #define KVK_DAEMON_LOOKUP_H
 
 #include "daemon/cache.h"
+#include "daemon/remote_store.h"
 
 struct kvk_lookup_request {
     uint64_t space_id;
@@ -26,9 +27,10 @@ struct kvk_lookup_reply {
     uint64_t restore_recompute_ns; /* against computing from the first of them on; 0: not known */
     uint64_t load_ns;
     uint64_t recompute_ns;
-    uint64_t hashed_bytes;   /* by this walk: grows linearly with the prompt */
-    uint64_t public_tokens;  /* of the cached, in public blocks (group 0) */
-    uint64_t partial_tokens; /* of the cached, in a part of a block */
+    uint64_t hashed_bytes;        /* by this walk: grows linearly with the prompt */
+    uint64_t public_tokens;       /* of the cached, in public blocks (group 0) */
+    uint64_t partial_tokens;      /* of the cached, in a part of a block */
+    struct kvk_remote_use remote; /* what is known of the rest in the remote store */
 };
 
 /* Changes nothing but counters. Never blocks, allocates nothing. */

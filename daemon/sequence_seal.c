@@ -153,6 +153,7 @@ static void admit(struct kvk_cache *cache, const struct kvk_sequence *sequence, 
     kvk_sidecar_block_changed(cache, space->groups[group], id);
     kvk_block_settle(cache, id);
     kvk_disk_offer(cache, id, true);
+    kvk_remote_offer(cache, id, true);
 }
 
 /* The winner is whole, but not in memory: on disk alone, or being brought back from there. It gets

@@ -187,6 +187,7 @@ static void space_destroy_unlocked(struct kvk_cache *cache, struct kvk_space *sp
     if (space == NULL) {
         return;
     }
+    kvk_remote_space_destroy_unlocked(cache, space);
     for (uint32_t i = 0; i < space->group_count; i++) {
         kvk_group_destroy_unlocked(cache, space->groups[i]);
     }
@@ -393,6 +394,7 @@ static enum kvk_status open_new_drops(struct kvk_cache *cache, const struct kvk_
     if (status == KVK_OK && known == NULL) {
         space_link(cache, space);
         fill_reply(space, true, reply);
+        kvk_remote_space_join_drops(cache, space);
         return KVK_OK;
     }
     cache->space_count--;
@@ -501,6 +503,7 @@ static enum kvk_status restore_drops(struct kvk_cache *cache, const struct kvk_t
     }
     space->recorded = true;
     space_link(cache, space); /* nobody serves yet, so nobody was faster */
+    kvk_remote_space_join_drops(cache, space);
     return KVK_OK;
 }
 

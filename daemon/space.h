@@ -110,6 +110,7 @@ struct kvk_invalidate_reply {
     uint64_t spaces;
     uint64_t blocks[KVK_TIER_COUNT]; /* copies that can no longer be found */
     uint64_t held_blocks;
+    uint64_t store_pending; /* spaces of which the remote store does not know it yet */
 };
 
 /*
