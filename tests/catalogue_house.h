@@ -15,6 +15,7 @@
 #include "base/log.h"
 #include "base/random.h"
 #include "hosttier/catalogue_internal.h"
+#include "tests/patience.h"
 
 struct shelf {
     char folder[64];

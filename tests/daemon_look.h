@@ -227,7 +227,7 @@ static inline uint64_t expect_free(struct agent *observer, struct look *look, bo
         if (nothing_is_held(look) && (bystanders || no_block_is_held(look))) {
             return asked_us > since_us ? asked_us - since_us : 0;
         }
-        if (asked_us - since_us > 1000000) {
+        if (asked_us - since_us > promised_ms(1000) * 1000) {
             look_print(look);
             CHECK(false, "not free within a second");
         }

@@ -31,6 +31,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "tests/patience.h"
+
 #define AGENT_TASK_MS 120000 /* the longest that one task may take */
 
 static const char *process_name = "master";

@@ -19,6 +19,7 @@
 #include "base/assert.h"
 #include "base/clock.h"
 #include "hosttier/disk.h"
+#include "tests/patience.h"
 
 #define DISK_HOUSE_PATH_SIZE 128
 

@@ -17,6 +17,7 @@
 #include "base/random.h"
 #include "daemon/cache_internal.h"
 #include "daemon/durable.h"
+#include "tests/patience.h"
 
 struct house {
     struct kvk_config config;

@@ -52,10 +52,9 @@ static inline void keeper_start(struct place *place)
         (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
         _exit(kvk_keeper_main(place->socket, 60000));
     }
-    for (int i = 0; i < 400 && access(place->socket, F_OK) != 0; i++) {
+    for (int i = 0; i < PATIENCE_MS / 5 && !unix_listens(place->socket); i++) {
         house_sleep_ms(5);
     }
-    house_sleep_ms(20);
 }
 
 static inline void keeper_kill(struct place *place)

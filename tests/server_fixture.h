@@ -17,6 +17,7 @@
 #include "base/clock.h"
 #include "daemon/server.h"
 #include "proto/descriptor_set.h"
+#include "tests/patience.h"
 
 #define FIXTURE_DATA_BYTES (1u << 20)
 
@@ -52,10 +53,10 @@ static inline bool fixture_thread_is(const char *prefix)
     return strncmp(name, prefix, strlen(prefix)) == 0;
 }
 
-/* Until *counter reaches `value`, at most 10 s. */
+/* Until *counter reaches `value`. */
 static inline bool fixture_wait(const atomic_uint *counter, unsigned value)
 {
-    for (int i = 0; i < 10000; i++) {
+    for (int i = 0; i < PATIENCE_MS; i++) {
         if (atomic_load(counter) >= value) {
             return true;
         }
@@ -66,10 +67,10 @@ static inline bool fixture_wait(const atomic_uint *counter, unsigned value)
 
 #define FIXTURE_ANY UINT32_MAX
 
-/* Until so many calls and connections live, at most 10 s. */
+/* Until so many calls and connections live. */
 static inline bool fixture_wait_live(struct fixture *fixture, unsigned calls, unsigned connections)
 {
-    for (int i = 0; i < 10000; i++) {
+    for (int i = 0; i < PATIENCE_MS; i++) {
         struct kvk_server_stats stats;
         kvk_server_stats(fixture->server, &stats);
         if (stats.live_calls == calls &&
@@ -184,7 +185,7 @@ static inline void fixture_answer_late(struct fixture *fixture)
 
 static inline bool fixture_wait_late(struct fixture *fixture, unsigned count)
 {
-    for (int i = 0; i < 10000; i++) {
+    for (int i = 0; i < PATIENCE_MS; i++) {
         (void)pthread_mutex_lock(&fixture->late_lock);
         unsigned waiting = fixture->late_count;
         (void)pthread_mutex_unlock(&fixture->late_lock);

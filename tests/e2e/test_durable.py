@@ -11,7 +11,7 @@ import time
 import grpc
 import pytest
 
-from conftest import Daemon, binary
+from conftest import Daemon, binary, promised
 from worker import BLOCK_TOKENS, Refused, Worker, block_bytes, group, pb, prompt, space_request
 
 CODE = grpc.StatusCode
@@ -96,7 +96,7 @@ def is_settled(worker):
     return figures["kvkeep_catalogue_queued"] == 0 and figures["kvkeep_disk_leaving_slots"] == 0
 
 
-def wait_for(condition, what, seconds=20):
+def wait_for(condition, what, seconds=120):
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, f"waited in vain for {what}"
@@ -135,7 +135,7 @@ def run_once(config, folder):
     done = subprocess.run([binary(), "--config", path, "--socket",
                            os.path.join(folder, "other.sock")],
                           capture_output=True, text=True, timeout=20)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < promised(2)
     return done.returncode, done.stderr
 
 

@@ -16,7 +16,7 @@ import pytest
 import zmq
 from kvkeep.v1 import kvkeep_pb2 as pb
 
-from conftest import Daemon, binary
+from conftest import Daemon, binary, promised
 from test_restart import Place, values_of
 from worker import BLOCK_TOKENS, Refused, Worker, space_request
 
@@ -247,7 +247,7 @@ def config_of(folder, device="64 KiB", host="64 KiB", log="4 MiB", replay="8 MiB
 
 def agree(worker, space, reader, prompts):
     """Soon, and then for all prompts, the reader says what a look-up says."""
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while True:
         wrong = [(p[0], worker.lookup(space, p).cached_tokens, reader.longest(p)) for p in prompts]
         wrong = [row for row in wrong if row[1] != row[2]]
@@ -258,7 +258,7 @@ def agree(worker, space, reader, prompts):
         time.sleep(0.05)
 
 
-def soon(condition, seconds=10):
+def soon(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -569,7 +569,7 @@ class Watcher(threading.Thread):
         with self.lock:
             return self.index.longest(values)
 
-    def wait(self, condition, seconds=10):
+    def wait(self, condition, seconds=60):
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline and self.error is None, self.error
@@ -700,7 +700,7 @@ def test_streams_are_limited_and_end_with_the_daemon(start, folder):
     with Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, field="events.watchers"):
         next(worker.calls.WatchBlocks(pb.WatchBlocksRequest(), metadata=worker.metadata))
     watches[0].stop()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while True:  # its place is free again
         try:
             third = Watcher(worker, pb.WatchBlocksRequest())
@@ -712,7 +712,7 @@ def test_streams_are_limited_and_end_with_the_daemon(start, folder):
     begun = time.monotonic()
     daemon.process.terminate()
     assert daemon.process.wait(10) == 0
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < promised(3)
     for watch in (watches[1], third):
         watch.join(5)
         assert watch.error is None, watch.error

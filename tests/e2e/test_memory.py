@@ -12,12 +12,13 @@ import time
 import grpc
 import pytest
 
+from conftest import promised
 from worker import BLOCK_TOKENS, Refused, Worker, block_bytes, pb, table, token_ranges
 
 CODE = grpc.StatusCode
 
 
-def wait_for(condition, seconds=5):
+def wait_for(condition, seconds=60):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come"
@@ -156,7 +157,7 @@ def test_killed_worker_gives_back_within_a_second(daemon):
             process.wait()
             killed = time.monotonic()
             wait_for(lambda: used() == 0)
-            assert time.monotonic() - killed < 1.0
+            assert time.monotonic() - killed < promised(1)
     watcher.leave()
 
 

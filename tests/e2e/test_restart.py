@@ -202,7 +202,7 @@ def test_forget_leaves_nothing(place):
     assert shmem_of_keepers(place) > 0
     done = place.forget()
     assert done.returncode == 0, done.stderr
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while place.keepers() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert place.keepers() == []
@@ -217,7 +217,9 @@ def test_the_keeper_lets_go_when_its_time_is_over(place):
     worker, space = open_again(place)
     fill(worker, space, range(4))
     place.daemon.stop()
-    time.sleep(1)
+    deadline = time.monotonic() + 60
+    while place.keepers() and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert place.keepers() == []
 
 
@@ -318,7 +320,7 @@ def test_an_old_worker_that_writes_late_harms_nobody(place):
     finally:
         old.kill()
         old.wait(10)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while quarantine_of(worker) > 0 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert quarantine_of(worker) == 0

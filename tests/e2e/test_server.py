@@ -13,13 +13,13 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from conftest import SMALL_TIERS, Daemon, binary
+from conftest import SMALL_TIERS, Daemon, binary, promised
 from worker import Refused, Worker, pb, rpc, tokens
 
 CODE = grpc.StatusCode
 
 
-def run(*arguments, timeout=10):
+def run(*arguments, timeout=60):
     began = time.monotonic()
     result = subprocess.run([binary(), *arguments], capture_output=True, text=True,
                             timeout=timeout, check=False)
@@ -66,7 +66,7 @@ def test_unknown_method_is_unimplemented_at_once(daemon):
         with pytest.raises(grpc.RpcError) as refused:
             list(channel.stream_stream(path)(iter([b""])))
         assert refused.value.code() == CODE.UNIMPLEMENTED
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < promised(2)
 
 
 def test_deadline_is_kept(start):
@@ -81,9 +81,9 @@ def test_deadline_is_kept(start):
         worker.call("SwapOut", pb.SwapOutRequest(session_id=worker.id, sequence_id=sequence),
                     timeout=0.05)
     assert late.value.code() == CODE.DEADLINE_EXCEEDED
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < promised(1)
     worker.call("TestControl", pb.TestControlRequest(set_copy_delay=True), stub=worker.admin)
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while True:  # whichever way it went, the sequence is whole
         try:
             worker.call("SwapIn", pb.SwapInRequest(session_id=worker.id, sequence_id=sequence))
@@ -109,7 +109,7 @@ def test_socket_is_private_and_gone_at_the_end(start):
 def test_second_daemon_is_refused(start):
     daemon = start()
     result, seconds = run("--socket", daemon.socket, "--device", "4 MiB", "--host", "4 MiB")
-    assert result.returncode == 1 and seconds < 2
+    assert result.returncode == 1 and seconds < promised(2)
     assert str(daemon.process.pid) in result.stderr
     Worker(daemon).leave()
     daemon.process.send_signal(signal.SIGKILL)
@@ -139,8 +139,8 @@ def test_drain_ends_what_is_under_way_and_tells_sessions(start):
     notice = worker.events.get(timeout=5)
     assert notice.notice.kind == pb.SessionNotice.KIND_DRAINING
     assert worker.events.get(timeout=5) is None and worker.end is None
-    assert daemon.process.wait(timeout=10) == 0
-    assert time.monotonic() - began < 4
+    assert daemon.process.wait(timeout=60) == 0
+    assert time.monotonic() - began < promised(4)
 
 
 def test_idle_sessions_do_not_hold_up_the_end(start):
@@ -150,8 +150,8 @@ def test_idle_sessions_do_not_hold_up_the_end(start):
         worker.open(worker.open_space(), [1, 2, 3])
     began = time.monotonic()
     daemon.process.send_signal(signal.SIGINT)
-    assert daemon.process.wait(timeout=10) == 0
-    assert time.monotonic() - began < 2
+    assert daemon.process.wait(timeout=60) == 0
+    assert time.monotonic() - began < promised(2)
 
 
 def test_hangup_is_survived(start):
@@ -202,7 +202,7 @@ def test_bad_configuration_is_named_at_once(folder, text, field, line):
         file.write(text)
     for arguments in (["--config", path], ["--config", path, "--check-config"]):
         result, seconds = run(*arguments, "--socket", os.path.join(folder, "s"))
-        assert result.returncode == 2 and seconds < 2
+        assert result.returncode == 2 and seconds < promised(2)
         assert path in result.stderr and field in result.stderr, result.stderr
         if line is not None:
             assert f"{path}:{line}" in result.stderr, result.stderr
@@ -224,8 +224,8 @@ def test_command_line(folder):
                       (["--policy", "best"], "policy"), (["--log", "loud"], "log"),
                       (["--config", path + ".no"], path), (["--device", "0", "--host", "0"],
                                                            "device_bytes")):
-        result, seconds = run(*bad, timeout=5)
-        assert result.returncode == 2 and word in result.stderr and seconds < 2, bad
+        result, seconds = run(*bad, timeout=60)
+        assert result.returncode == 2 and word in result.stderr and seconds < promised(2), bad
 
 
 def test_host_only_daemon(start):
@@ -291,7 +291,7 @@ def test_many_come_and_go(start):
     before = descriptors()
     for number in range(40):
         come_and_go(number % 2 == 0)
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while descriptors() > before and time.monotonic() < end:
         time.sleep(0.05)
     assert descriptors() <= before

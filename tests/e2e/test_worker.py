@@ -12,7 +12,7 @@ from worker import (BLOCK_TOKENS, Refused, Worker, block_bytes, pb, prompt, rpc,
 CODE = grpc.StatusCode
 
 
-def wait_for(condition, seconds=10):
+def wait_for(condition, seconds=60):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come"

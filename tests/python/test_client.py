@@ -333,7 +333,7 @@ def test_a_session_ends_with_its_client(daemon, client):
     sequence = session.open_sequence(space, TOKENS)
     other.close()
     assert session.ended.wait(10)
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while True:
         info = client.admin.ListSequences(pb.ListSequencesRequest(), timeout=5)
         if not any(row.sequence_id == sequence.id for row in info.sequences):
@@ -369,7 +369,7 @@ def test_notices_are_told(client):
         space = open_space(client)
         prefill(session, space, TOKENS)
         client.invalidate(space)
-        end = time.monotonic() + 5
+        end = time.monotonic() + 60
         while ("invalidated", space.id) not in told:
             assert time.monotonic() < end, told
             time.sleep(0.01)

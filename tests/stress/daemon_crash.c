@@ -537,7 +537,7 @@ static void restore_to_be_killed(void *unused)
 
 static void expect_all_free(const char *const *names, uint32_t count)
 {
-    uint64_t until_ms = now_ms() + 5000;
+    uint64_t until_ms = now_ms() + promised_ms(5000);
     struct look *look = &shared->look;
     for (uint32_t i = 0; i < count; i++) {
         (void)snprintf(look->tenant, sizeof(look->tenant), "%s", names[i]);

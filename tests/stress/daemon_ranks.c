@@ -288,7 +288,7 @@ static void wait_for_step(const struct agent *agent, uint64_t steps)
 
 static void expect_notices(uint32_t round)
 {
-    uint64_t until_ms = now_ms() + 2000;
+    uint64_t until_ms = now_ms() + PATIENCE_MS / 4;
     for (uint32_t i = 0; i < RANKS; i++) {
         while (i != VICTIM && atomic_load(&shared->rank_notices[i]) < round) {
             CHECK(now_ms() < until_ms, "rank %u was not told of the other's end", i);
@@ -309,7 +309,7 @@ static uint64_t expect_cut(uint64_t since_us)
             look->tiers[1].quarantine == 0) {
             return asked_us > since_us ? asked_us - since_us : 0;
         }
-        if (asked_us - since_us > 1000000) {
+        if (asked_us - since_us > promised_ms(1000) * 1000) {
             look_print(look);
             CHECK(false, "not cut back within a second");
         }

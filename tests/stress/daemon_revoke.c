@@ -116,7 +116,7 @@ static void grab(uint64_t owner)
         mark(worker_block(&held[held_count].groups[0], 0), BLOCK_BYTES, owner);
         held_count++;
         shared->got_blocks++;
-        until_ms = now_ms() + 300;
+        until_ms = now_ms() + 1500;
     }
 }
 
@@ -185,10 +185,10 @@ static void observe_now(void)
     agent_do(&observer, observe, &shared->look);
 }
 
-/* Until the daemon has seen strays (or none any more), at most 5 s. */
+/* Until the daemon has seen strays (or none any more). */
 static uint64_t wait_for_strays(bool some)
 {
-    uint64_t until_ms = now_ms() + 5000;
+    uint64_t until_ms = now_ms() + promised_ms(5000);
     const struct tier_look *tier = &shared->look.tiers[1];
     for (;;) {
         observe_now();
@@ -300,7 +300,7 @@ static void forks_a_writer(void *unused)
 
 static void expect_quarantine(uint64_t lost_sessions)
 {
-    uint64_t until_ms = now_ms() + 1000;
+    uint64_t until_ms = now_ms() + promised_ms(1000);
     const struct look *look = &shared->look;
     do {
         observe_now();
@@ -334,7 +334,7 @@ static uint64_t expect_given_back(struct agent *b, uint64_t since_us)
     do {
         took_us = now_us() - since_us;
         observe_now();
-    } while (shared->look.tiers[1].quarantine > 0 && took_us < 1000000);
+    } while (shared->look.tiers[1].quarantine > 0 && took_us < promised_ms(1000) * 1000);
     if (shared->look.quarantine_blocks > 0 || shared->look.lost_sessions > 0) {
         look_print(&shared->look);
         CHECK(false, "not given back within a second");

@@ -526,7 +526,7 @@ Test(disk, a_dead_disk_stops_nothing_else)
     cr_assert_neq(report.reason[0], '\0');
     atomic_store(&on.faulty.fail_writes, 0);
     atomic_store(&on.faulty.fail_reads, 0);
-    for (int i = 0; i < 200 && strcmp(report.state, "good") != 0; i++) {
+    for (int i = 0; i < PATIENCE_MS / 20 && strcmp(report.state, "good") != 0; i++) {
         house_sleep_ms(20); /* the disk's own prober */
         kvk_disk_report(on.stage.house.cache, &report);
     }
@@ -687,7 +687,8 @@ Test(disk, d4_a_host_tier_full_of_leases)
     struct kvk_pin_reply reply;
     uint64_t begun_ns = kvk_clock_now(kvk_clock_monotonic());
     STAGE_OK(&on.stage, stage_try_pin(&on.stage, tokens, 12, 1000, false, &reply));
-    cr_assert_lt(kvk_clock_now(kvk_clock_monotonic()) - begun_ns, KVK_NS_PER_SECOND);
+    cr_assert_lt(kvk_clock_now(kvk_clock_monotonic()) - begun_ns,
+                 promised_ms(1000) * KVK_NS_PER_MS);
     cr_assert_eq(reply.cached_tokens, 0, "a miss, for there is no room");
     on.stage.house.caller.deadline_ns = UINT64_MAX;
     uint64_t released;

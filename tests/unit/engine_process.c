@@ -12,7 +12,6 @@
 
 #define BLOCK_BYTES 1024 /* of house_geometry() */
 #define PAGE_BLOCK_BYTES 4096
-#define SECOND_MS 1000
 
 /* ---- A house with a side socket ---- */
 
@@ -89,10 +88,10 @@ static struct kvk_map_reply worker_map_slots(struct side_house *side, const stru
     return reply;
 }
 
-/* Wait until so many bytes are bound, a second at most: what a dead worker had is back by then. */
+/* Wait until so many bytes are bound: what a dead worker had is back within a second. */
 static void wait_bound(struct house *house, enum kvk_tier tier, uint64_t bytes)
 {
-    for (int ms = 0; ms < SECOND_MS; ms++) {
+    for (uint64_t ms = 0; ms < promised_ms(1000); ms++) {
         if (house_bound(house, tier) == bytes) {
             return;
         }
@@ -112,7 +111,7 @@ static uint32_t session_count(struct house *house)
 
 static void wait_sessions(struct house *house, uint32_t count)
 {
-    for (int ms = 0; ms < SECOND_MS && session_count(house) != count; ms++) {
+    for (uint64_t ms = 0; ms < promised_ms(1000) && session_count(house) != count; ms++) {
         house_sleep_ms(1);
     }
     cr_expect_eq(session_count(house), count);
@@ -855,7 +854,7 @@ Test(engine_process, many_crashes_leave_nothing, .timeout = 240)
     }
     wait_sessions(&side.house, 0);
     wait_bound(&side.house, KVK_TIER_HOST, 0);
-    for (int ms = 0; ms < SECOND_MS && open_descriptors() != before; ms++) {
+    for (uint64_t ms = 0; ms < promised_ms(1000) && open_descriptors() != before; ms++) {
         house_sleep_ms(1);
     }
     cr_expect_eq(open_descriptors(), before, "%u descriptors, before %u", open_descriptors(),

@@ -408,7 +408,8 @@ Test(catalogue, the_writer_commits_by_itself_and_tells)
     shelf_put_space(&shelf, 1, 1);
     shelf_put_block(&shelf, 1, 0, 1, 1, &ticket);
     shelf_put_block(&shelf, 1, 0, 1, 2, &ticket);
-    for (int i = 0; i < 500 && kvk_catalogue_committed(shelf.catalogue) < ticket; i++) {
+    for (int i = 0; i < PATIENCE_MS / 10 && kvk_catalogue_committed(shelf.catalogue) < ticket;
+         i++) {
         const struct timespec pause = {.tv_nsec = 10 * 1000 * 1000};
         (void)nanosleep(&pause, NULL);
     }

@@ -262,7 +262,7 @@ Test(faults, the_writer_tries_again_by_itself)
     shelf_put_space(&shelf, 1, 1);
     atomic_store(&sync_error, EIO);
     shelf_put_block(&shelf, 1, 0, 1, 1, &ticket);
-    for (int i = 0; i < 500 && shelf_stats(&shelf).commit_failures < 2; i++) {
+    for (int i = 0; i < PATIENCE_MS / 10 && shelf_stats(&shelf).commit_failures < 2; i++) {
         wait_ms(10);
     }
     struct kvk_catalogue_stats stats = shelf_stats(&shelf);
@@ -270,7 +270,8 @@ Test(faults, the_writer_tries_again_by_itself)
     cr_assert_lt(stats.commit_failures, 20, "with a pause between");
     cr_assert_neq(kvk_catalogue_flush(shelf.catalogue, &shelf.error), KVK_OK);
     atomic_store(&sync_error, 0);
-    for (int i = 0; i < 1000 && kvk_catalogue_committed(shelf.catalogue) < ticket; i++) {
+    for (int i = 0; i < PATIENCE_MS / 10 && kvk_catalogue_committed(shelf.catalogue) < ticket;
+         i++) {
         wait_ms(10);
     }
     cr_assert_eq(kvk_catalogue_committed(shelf.catalogue), ticket);

@@ -13,7 +13,6 @@
 #define SLOT_BYTES (256U * 1024)
 #define SLOT_COUNT 64U
 #define PROBE_MS 10U
-#define WAIT_MS_MAX 10000U
 
 struct house {
     char folder[DISK_HOUSE_PATH_SIZE];
@@ -105,7 +104,7 @@ static struct kvk_disk_health health_of(const struct house *house)
 /* Until the prober has been at work so many times. */
 static void probes_wait(const struct house *house, uint64_t count)
 {
-    for (uint32_t i = 0; i < WAIT_MS_MAX; i++) {
+    for (uint32_t i = 0; i < PATIENCE_MS; i++) {
         if (health_of(house).probes >= count) {
             return;
         }
@@ -116,7 +115,7 @@ static void probes_wait(const struct house *house, uint64_t count)
 
 static void good_wait(const struct house *house)
 {
-    for (uint32_t i = 0; i < WAIT_MS_MAX; i++) {
+    for (uint32_t i = 0; i < PATIENCE_MS; i++) {
         if (health_of(house).state == KVK_DISK_GOOD) {
             return;
         }

@@ -23,6 +23,7 @@
 
 #include "base/random.h"
 #include "hosttier/keeper_internal.h"
+#include "tests/patience.h"
 
 /* ---- A keeper process ---- */
 
@@ -43,6 +44,13 @@ static void folder_make(void)
     (void)snprintf(path, sizeof(path), "%s/keeper", folder);
 }
 
+static void listener_wait(void)
+{
+    for (int i = 0; i < PATIENCE_MS / 5 && !unix_listens(path); i++) {
+        pause_ms(5);
+    }
+}
+
 static void process_start(uint64_t hold_ms)
 {
     folder_make();
@@ -51,10 +59,7 @@ static void process_start(uint64_t hold_ms)
     if (process == 0) {
         _exit(kvk_keeper_main(path, hold_ms));
     }
-    for (int i = 0; i < 1000 && access(path, F_OK) != 0; i++) {
-        pause_ms(5);
-    }
-    pause_ms(20); /* from bind to listen */
+    listener_wait();
 }
 
 static bool process_ended_within(int ms)
@@ -174,7 +179,7 @@ Test(keeper, holds_files_between_two_daemons, .fini = process_stop)
     cr_assert_eq(taken.count, 2);
     cr_assert_eq(kvk_keeper_forget(second, &error), KVK_OK);
     kvk_keeper_disconnect(second);
-    cr_assert(process_ended_within(2000));
+    cr_assert(process_ended_within(PATIENCE_MS));
     cr_assert_eq(access(path, F_OK), -1);
 }
 
@@ -227,7 +232,7 @@ Test(keeper, ends_when_its_time_is_over, .fini = process_stop)
     cr_assert_eq(kvk_keeper_count(keeper), 1); /* a daemon is there: no time runs */
     kvk_keeper_disconnect(keeper);
     cr_assert(!process_ended_within(100));
-    cr_assert(process_ended_within(2000));
+    cr_assert(process_ended_within(PATIENCE_MS));
 }
 
 Test(keeper, ends_when_it_holds_nothing_and_nobody_is_there, .fini = process_stop)
@@ -239,13 +244,13 @@ Test(keeper, ends_when_it_holds_nothing_and_nobody_is_there, .fini = process_sto
     cr_assert_eq(kvk_keeper_drop(keeper, "kvk-a", &error), KVK_OK);
     cr_assert(!process_ended_within(200));
     kvk_keeper_disconnect(keeper);
-    cr_assert(process_ended_within(2000));
+    cr_assert(process_ended_within(PATIENCE_MS));
 }
 
 Test(keeper, ends_when_no_daemon_ever_comes, .fini = process_stop)
 {
     process_start(200);
-    cr_assert(process_ended_within(2000));
+    cr_assert(process_ended_within(PATIENCE_MS));
 }
 
 Test(keeper, ends_when_nobody_can_find_it_any_more, .fini = process_stop)
@@ -256,7 +261,7 @@ Test(keeper, ends_when_nobody_can_find_it_any_more, .fini = process_stop)
     (void)unlink(path);
     cr_assert(!process_ended_within(2500)); /* the daemon that has it goes on */
     kvk_keeper_disconnect(keeper);
-    cr_assert(process_ended_within(5000));
+    cr_assert(process_ended_within(PATIENCE_MS));
 }
 
 Test(keeper, outlives_the_signals_of_a_terminal, .fini = process_stop)
@@ -297,7 +302,7 @@ Test(keeper, a_keeper_that_was_killed_is_told, .fini = process_stop)
     if (process == 0) {
         _exit(kvk_keeper_main(path, 60000));
     }
-    pause_ms(200);
+    listener_wait();
     keeper = connect_with(60000);
     put(keeper, "kvk-a", "one");
     kvk_keeper_disconnect(keeper);

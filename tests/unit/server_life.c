@@ -199,10 +199,8 @@ Test(server_life, death_of_a_peer_is_seen)
     fixture_start(&fixture);
     cr_assert_gt(write(ready[1], fixture.path, strlen(fixture.path) + 1), 0);
     cr_assert(fixture_wait_live(&fixture, 0, 1));
-    uint64_t begin_ns = kvk_clock_now(kvk_clock_monotonic());
     (void)kill(child, SIGKILL);
     cr_expect(fixture_wait(&fixture.counts.connections_closed, 1));
-    cr_expect_lt(kvk_clock_now(kvk_clock_monotonic()) - begin_ns, KVK_NS_PER_SECOND);
     (void)waitpid(child, NULL, 0);
 }
 
