@@ -11,7 +11,7 @@
 #include <sys/stat.h>
 #include <sys/wait.h>
 
-#include "daemon/fleet.h"
+#include "daemon/fleet_internal.h"
 #include "hosttier/catalogue.h"
 #include "remote_client.h"
 
@@ -212,13 +212,14 @@ static void raised_for_all(struct node *a, struct node *b)
 {
     uint64_t number = agreed(a, b);
     uint32_t before = b->invalidations;
+    uint64_t learned = counters_of(b).learned;
     CHECK(invalidate(a, WAIT_MS) == KVK_OK);
     uint64_t told_ns = now_ns();
     uint64_t next = number_await(b, number);
     CHECK(next > number && b->invalidations == before + 1);
     CHECK(now_ns() - told_ns < AGE_MS * KVK_NS_PER_MS * 3); /* of a loaded machine */
     CHECK(number_await(a, number) == next && counters_of(a).raises == 1);
-    CHECK(counters_of(b).learned == 1);
+    CHECK(counters_of(b).learned == learned + 1);
 }
 
 /* Who was away, and remembers, learns it; who does not remember has nothing of before. */
@@ -316,6 +317,93 @@ static void scribbled(struct node *a, struct node *b)
     CHECK(number_await(&other, 0) != number_await(a, 0));
     CHECK(counters_of(&other).begun == 1);
     node_close(&other);
+    CHECK(redis("flushall") == 0); /* its record goes, ours comes back */
+    (void)usleep(3 * AGE_MS * 1000);
+}
+
+/* Add an entry as a node makes it, or, with `right` false, as one without the key would. */
+static void entry_add(uint64_t number, bool right)
+{
+    char name[64];
+    char path[128];
+    uint8_t secret[32];
+    uint8_t key[32];
+    uint8_t message[24];
+    uint8_t hash[32];
+    uint8_t entry[32] = "KVKG";
+    static const char tag[] = "kvkeep fleet generation checks 1";
+    kvk_fleet_record_secret(fleet_key, secret);
+    kvk_fleet_hmac(secret, tag, sizeof(tag), key);
+    memcpy(message, house.identity.digest, 16);
+    kvk_store_le64(message + 16, number);
+    kvk_fleet_hmac(key, message, sizeof(message), hash);
+    entry[4] = 1;
+    kvk_store_le64(entry + 8, number);
+    memcpy(entry + 16, hash, 16);
+    entry[20] ^= right ? 0 : 1;
+    record_name(name);
+    (void)snprintf(path, sizeof(path), "%s/entry", house.folder);
+    FILE *file = fopen(path, "w");
+    CHECK(file != NULL && fwrite(entry, sizeof(entry), 1, file) == 1 && fclose(file) == 0);
+    CHECK(command("redis-cli -p %u -x append %s < %s >/dev/null", house.port, name, path) == 0);
+}
+
+/* Neither an old entry that comes late counts, nor one that is not sealed, nor a clock that is
+ * behind: an invalidation overtakes what the journal has. */
+static void order(struct node *a, struct node *b)
+{
+    struct kvk_error error;
+    uint64_t old = agreed(a, b);
+    CHECK(invalidate(b, WAIT_MS) == KVK_OK);
+    uint64_t number = number_await(a, old);
+    uint32_t told = a->invalidations + b->invalidations;
+    CHECK(agreed(a, b) == number);
+    entry_add(old, true);
+    entry_add(number + ((uint64_t)1 << 40), false);
+    (void)usleep(3 * AGE_MS * 1000);
+    struct node fresh;
+    node_open(&fresh, fleet_key, NULL);
+    CHECK(agreed(a, b) == number && agreed(a, &fresh) == number);
+    CHECK(a->invalidations + b->invalidations == told);
+    node_close(&fresh);
+
+    for (uint64_t round = 1; round <= 2; round++) {
+        uint64_t ahead = number + (round << 40);
+        uint8_t raised[8];
+        size_t size = sizeof(raised);
+        char name[64] = "fleet.";
+        kvk_hex_write(house.identity.digest, 16, name + 6);
+        CHECK(kvk_fleet_raise_begin(a->member, &error) == KVK_OK);
+        entry_add(ahead, true);
+        if (round == 2) { /* as if it had been told while the other came between */
+            CHECK(kvk_catalogue_get_value(a->catalogue, name, raised, &size, &error) == KVK_OK);
+            CHECK(kvk_load_le64(raised) < ahead);
+            entry_add(kvk_load_le64(raised), true);
+        }
+        uint64_t until_ns = now_ns() + WAIT_MS * KVK_NS_PER_MS;
+        CHECK(kvk_fleet_raise_end(a->member, until_ns, &error) == KVK_OK);
+        CHECK(number_await(a, number) > ahead);
+        (void)usleep(3 * AGE_MS * 1000);
+        CHECK(agreed(a, b) > ahead);
+    }
+}
+
+/* Nobody remembers, and the store has lost it: what was stored before stays lost. */
+static void forgotten(void)
+{
+    struct node node;
+    node_open(&node, fleet_key, NULL);
+    uint64_t number = number_await(&node, 0);
+    node_close(&node);
+    CHECK(redis("flushall") == 0);
+    node_open(&node, fleet_key, NULL);
+    uint64_t next = number_await(&node, 0);
+    CHECK(next != number);
+    node_close(&node);
+    CHECK(redis("flushall") == 0);
+    node_open(&node, fleet_key, NULL);
+    CHECK(number_await(&node, 0) > next);
+    node_close(&node);
 }
 
 static void store_away(struct node *a, struct node *b)
@@ -483,9 +571,11 @@ int main(void)
     scribbled(&a, &b);
     store_away(&a, &b);
     raise_survives(&a);
+    order(&a, &b);
     node_close(&a);
     node_close(&b);
     all_at_once();
+    forgotten();
     kvk_fleet_identity_finish(&house.identity);
     house_end();
     return 0;
