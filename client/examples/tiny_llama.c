@@ -531,6 +531,7 @@ struct tally {
     uint64_t prompts;
     uint64_t tokens;
     uint64_t cached_tokens;
+    uint64_t partial_tokens; /* of them, taken from a part of a block */
     uint64_t ties;
     uint64_t mismatches;
     uint64_t skipped; /* prompts that went another way after a near tie */
@@ -715,6 +716,7 @@ static bool run_prompt(struct worker *worker, enum scenario scenario, const uint
     worker->sequence = &sequence;
     tally->prompts++;
     tally->cached_tokens += sequence.cached_tokens;
+    tally->partial_tokens += sequence.partial_tokens;
     if (scenario == SCENARIO_BEAMS) {
         (void)beams(worker, &got, length, tally);
     } else {
@@ -742,6 +744,7 @@ struct settings {
     const char *target;
     uint64_t prompts;
     uint64_t seed;
+    bool partial; /* hits may end within a block */
 };
 
 static bool worker_open(struct worker *worker, const struct settings *settings)
@@ -770,6 +773,7 @@ static bool worker_open(struct worker *worker, const struct settings *settings)
         .group_count = 1,
         .flops_per_token = 2.0 * sizeof(struct layer) / sizeof(float) * LAYERS,
         .flops_per_token_position = 4.0 * LAYERS * QUERY_WIDTH,
+        .partial_reuse = settings->partial ? KVKEEP_PARTIAL_REUSE_ON : KVKEEP_PARTIAL_REUSE_OFF,
     };
     struct kvkeep_options options = {.target = settings->target};
     struct kvkeep_session_options session = {.name = "tiny_llama"};
@@ -806,22 +810,25 @@ static uint32_t prompt_make(struct kvk_random *random, uint32_t *tokens)
 
 static void print_tally(const char *name, const struct tally *tally)
 {
-    (void)printf("  %-18s %8llu %8llu %10llu %10llu %10llu\n", name,
+    (void)printf("  %-18s %8llu %8llu %10llu %10llu %10llu %10llu\n", name,
                  (unsigned long long)tally->prompts, (unsigned long long)tally->tokens,
-                 (unsigned long long)tally->cached_tokens, (unsigned long long)tally->ties,
+                 (unsigned long long)tally->cached_tokens,
+                 (unsigned long long)tally->partial_tokens, (unsigned long long)tally->ties,
                  (unsigned long long)tally->mismatches);
 }
 
-static int report(const struct worker *worker, const struct tally *tallies)
+static int report(const struct worker *worker, const struct settings *settings,
+                  const struct tally *tallies)
 {
     struct tally all = {0};
-    (void)printf("\n  %-18s %8s %8s %10s %10s %10s\n", "two-path check", "prompts", "tokens",
-                 "cached", "near ties", "mismatches");
+    (void)printf("\n  %-18s %8s %8s %10s %10s %10s %10s\n", "two-path check", "prompts", "tokens",
+                 "cached", "in parts", "near ties", "mismatches");
     for (int s = 0; s < SCENARIO_COUNT; s++) {
         print_tally(scenario_names[s], &tallies[s]);
         all.prompts += tallies[s].prompts;
         all.tokens += tallies[s].tokens;
         all.cached_tokens += tallies[s].cached_tokens;
+        all.partial_tokens += tallies[s].partial_tokens;
         all.ties += tallies[s].ties;
         all.mismatches += tallies[s].mismatches;
     }
@@ -834,7 +841,8 @@ static int report(const struct worker *worker, const struct tally *tallies)
                       kvk_cause_name(worker->error.cause));
         return 1;
     }
-    if (all.mismatches > 0 || all.cached_tokens == 0) {
+    if (all.mismatches > 0 || all.cached_tokens == 0 ||
+        settings->partial != (all.partial_tokens > 0)) {
         (void)fprintf(stderr, "tiny_llama: the two paths do not agree, or nothing was cached\n");
         return 1;
     }
@@ -843,13 +851,12 @@ static int report(const struct worker *worker, const struct tally *tallies)
 
 static bool settings_parse(struct settings *settings, int argc, char **argv)
 {
-    static const struct option options[] = {{"connect", required_argument, NULL, 'c'},
-                                            {"prompts", required_argument, NULL, 'n'},
-                                            {"seed", required_argument, NULL, 's'},
-                                            {"help", no_argument, NULL, 'h'},
-                                            {NULL, 0, NULL, 0}};
+    static const struct option options[] = {
+        {"connect", required_argument, NULL, 'c'}, {"prompts", required_argument, NULL, 'n'},
+        {"seed", required_argument, NULL, 's'},    {"partial", no_argument, NULL, 'p'},
+        {"help", no_argument, NULL, 'h'},          {NULL, 0, NULL, 0}};
     for (;;) {
-        int option = getopt_long(argc, argv, "c:n:s:h", options, NULL);
+        int option = getopt_long(argc, argv, "c:n:s:ph", options, NULL);
         char *end = NULL;
         if (option == -1) {
             return optind == argc;
@@ -859,6 +866,8 @@ static bool settings_parse(struct settings *settings, int argc, char **argv)
             settings->prompts = strtoull(optarg, &end, 10);
         } else if (option == 's') {
             settings->seed = strtoull(optarg, &end, 10);
+        } else if (option == 'p') {
+            settings->partial = true;
         } else {
             return false;
         }
@@ -872,10 +881,11 @@ int main(int argc, char **argv)
 {
     struct settings settings = {.prompts = 240, .seed = 1};
     if (!settings_parse(&settings, argc, argv)) {
-        (void)fprintf(stderr,
-                      "usage: tiny_llama [--connect unix:PATH] [--prompts N] [--seed N]\n"
-                      "Generates every prompt with and without kvkeepd and compares the tokens.\n"
-                      "Exit code: 0 they agree, 1 they do not or the daemon failed, 2 usage.\n");
+        (void)fprintf(
+            stderr, "usage: tiny_llama [--connect unix:PATH] [--prompts N] [--seed N] [--partial]\n"
+                    "Generates every prompt with and without kvkeepd and compares the tokens.\n"
+                    "--partial: hits may end within a block.\n"
+                    "Exit code: 0 they agree, 1 they do not or the daemon failed, 2 usage.\n");
         return 2;
     }
     struct worker worker = {.model = model_create(settings.seed)};
@@ -891,7 +901,7 @@ int main(int argc, char **argv)
         worker.ask_daemon = i / SCENARIO_COUNT % 2 == 1;
         going = run_prompt(&worker, scenario, tokens, count, length, &tallies[scenario]);
     }
-    int code = report(&worker, tallies);
+    int code = report(&worker, &settings, tallies);
     worker_close(&worker);
     free((void *)(uintptr_t)worker.model);
     return code;

@@ -40,8 +40,10 @@ set_tests_properties(cuda_sim/daemon_gpu PROPERTIES TIMEOUT 300 RUN_SERIAL ON LA
     ENVIRONMENT "KVKEEPD=$<TARGET_FILE:kvkeepd_sim>")
 
 # The two-path check of the example worker, its K/V on a simulated GPU.
-add_test(NAME cuda_sim/two_paths COMMAND ${CMAKE_CURRENT_LIST_DIR}/two_paths.sh
-         $<TARGET_FILE:kvkeepd_sim> $<TARGET_FILE:tiny_llama> 8)
-set_tests_properties(cuda_sim/two_paths PROPERTIES TIMEOUT 300 LABELS process)
+foreach(options "" "--partial")
+    add_test(NAME cuda_sim/two_paths${options} COMMAND ${CMAKE_CURRENT_LIST_DIR}/two_paths.sh
+             $<TARGET_FILE:kvkeepd_sim> $<TARGET_FILE:tiny_llama> 8 ${options})
+    set_tests_properties(cuda_sim/two_paths${options} PROPERTIES TIMEOUT 300 LABELS process)
+endforeach()
 
 include(${CMAKE_CURRENT_LIST_DIR}/../device/programs.cmake)
