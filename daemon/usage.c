@@ -18,8 +18,9 @@
 #define SAVE_TENANTS 4   /* written by one round: each is a synced commit */
 #define SAVE_LOOKS 64    /* places looked at by one round */
 #define VALUE_VERSION 2U /* of struct stored */
-#define VALUE_VERSION_1_SIZE offsetof(struct stored, usage.partial_hit_tokens) /* it ended there   \
-                                                                                */
+#define VALUE_VERSION_1_SIZE                                                                       \
+    offsetof(struct stored, usage.partial_hit_tokens) /* it ended there                            \
+                                                       */
 
 /* As it lies in the catalogue. */
 struct stored {

@@ -373,3 +373,21 @@ def test_notices_are_told(client):
         while ("invalidated", space.id) not in told:
             assert time.monotonic() < end, told
             time.sleep(0.01)
+
+
+def test_a_hit_that_ends_within_a_block(client):
+    space = open_space(client, prefill_cost=kvkeep.PrefillCost(), partial_reuse=True)
+    with client.session() as session:
+        sequence, memory, written = prefill(session, space, TOKENS)
+        sequence.close()
+        other = [*TOKENS[:7], 7, 8, 9]
+        found = client.lookup(space, other)
+        assert (found.cached_tokens, found.partial_tokens) == (7, 3)
+        assert client.lookup(space, kvkeep.Prompt(other, whole_blocks=True)).cached_tokens == 4
+        with session.open_sequence(space, other) as branch:
+            assert (branch.cached_tokens, branch.partial_tokens, branch.grant_first) == (7, 3, 7)
+            keys, values = memory.array(branch.blocks()[1].slot)
+            assert np.array_equal(keys[:, :, :3], written[1][0][:, :, :3])
+            assert np.array_equal(values[:, :, :3], written[1][1][:, :, :3])
+    open_space(client, prefill_cost=kvkeep.PrefillCost(), partial_reuse=False)
+    assert client.lookup(space, other).cached_tokens == 4
