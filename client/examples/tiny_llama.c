@@ -527,14 +527,10 @@ enum scenario {
 };
 static const char *const scenario_names[] = {"prefix hits", "swap out and in", "beams", "drafts"};
 
+/* What is counted of the prompts of a scenario. */
+enum count { PROMPTS, TOKENS, CACHED, IN_PARTS, TIES, MISMATCHES, COUNTS };
 struct tally {
-    uint64_t prompts;
-    uint64_t tokens;
-    uint64_t cached_tokens;
-    uint64_t partial_tokens; /* of them, taken from a part of a block */
-    uint64_t ties;
-    uint64_t mismatches;
-    uint64_t skipped; /* prompts that went another way after a near tie */
+    uint64_t counts[COUNTS];
 };
 
 /* Hold what the daemon's path generated against the reference. */
@@ -542,14 +538,12 @@ static void compare(const struct answer *reference, const struct answer *got, ui
                     struct tally *tally)
 {
     for (uint32_t i = from; i < got->length; i++) {
-        tally->tokens++;
+        tally->counts[TOKENS]++;
         if (got->tokens[i] == reference->tokens[i]) {
             continue;
         }
         bool tie = reference->ties[i] || got->ties[i];
-        tally->ties += tie ? 1 : 0;
-        tally->mismatches += tie ? 0 : 1;
-        tally->skipped += i + 1 < got->length ? 1 : 0;
+        tally->counts[tie ? TIES : MISMATCHES]++;
         return; /* what follows another token is another text */
     }
 }
@@ -714,9 +708,9 @@ static bool run_prompt(struct worker *worker, enum scenario scenario, const uint
         return false;
     }
     worker->sequence = &sequence;
-    tally->prompts++;
-    tally->cached_tokens += sequence.cached_tokens;
-    tally->partial_tokens += sequence.partial_tokens;
+    tally->counts[PROMPTS]++;
+    tally->counts[CACHED] += sequence.cached_tokens;
+    tally->counts[IN_PARTS] += sequence.partial_tokens;
     if (scenario == SCENARIO_BEAMS) {
         (void)beams(worker, &got, length, tally);
     } else {
@@ -810,27 +804,24 @@ static uint32_t prompt_make(struct kvk_random *random, uint32_t *tokens)
 
 static void print_tally(const char *name, const struct tally *tally)
 {
-    (void)printf("  %-18s %8llu %8llu %10llu %10llu %10llu %10llu\n", name,
-                 (unsigned long long)tally->prompts, (unsigned long long)tally->tokens,
-                 (unsigned long long)tally->cached_tokens,
-                 (unsigned long long)tally->partial_tokens, (unsigned long long)tally->ties,
-                 (unsigned long long)tally->mismatches);
+    (void)printf("  %-18s", name);
+    for (int c = 0; c < COUNTS; c++) {
+        (void)printf(" %10llu", (unsigned long long)tally->counts[c]);
+    }
+    (void)printf("\n");
 }
 
 static int report(const struct worker *worker, const struct settings *settings,
                   const struct tally *tallies)
 {
     struct tally all = {0};
-    (void)printf("\n  %-18s %8s %8s %10s %10s %10s %10s\n", "two-path check", "prompts", "tokens",
+    (void)printf("\n  %-18s %10s %10s %10s %10s %10s %10s\n", "two-path check", "prompts", "tokens",
                  "cached", "in parts", "near ties", "mismatches");
     for (int s = 0; s < SCENARIO_COUNT; s++) {
         print_tally(scenario_names[s], &tallies[s]);
-        all.prompts += tallies[s].prompts;
-        all.tokens += tallies[s].tokens;
-        all.cached_tokens += tallies[s].cached_tokens;
-        all.partial_tokens += tallies[s].partial_tokens;
-        all.ties += tallies[s].ties;
-        all.mismatches += tallies[s].mismatches;
+        for (int c = 0; c < COUNTS; c++) {
+            all.counts[c] += tallies[s].counts[c];
+        }
     }
     print_tally("all", &all);
     (void)printf("  tokens attended by the daemon: %llu on the device, %llu on the host\n",
@@ -841,8 +832,8 @@ static int report(const struct worker *worker, const struct settings *settings,
                       kvk_cause_name(worker->error.cause));
         return 1;
     }
-    if (all.mismatches > 0 || all.cached_tokens == 0 ||
-        settings->partial != (all.partial_tokens > 0)) {
+    if (all.counts[MISMATCHES] > 0 || all.counts[CACHED] == 0 ||
+        settings->partial != (all.counts[IN_PARTS] > 0)) {
         (void)fprintf(stderr, "tiny_llama: the two paths do not agree, or nothing was cached\n");
         return 1;
     }
