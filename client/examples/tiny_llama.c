@@ -814,7 +814,7 @@ static void print_tally(const char *name, const struct tally *tally)
 static int report(const struct worker *worker, const struct settings *settings,
                   const struct tally *tallies)
 {
-    struct tally all = {0};
+    struct tally all = {{0}};
     (void)printf("\n  %-18s %10s %10s %10s %10s %10s %10s\n", "two-path check", "prompts", "tokens",
                  "cached", "in parts", "near ties", "mismatches");
     for (int s = 0; s < SCENARIO_COUNT; s++) {
@@ -880,7 +880,7 @@ int main(int argc, char **argv)
         return 2;
     }
     struct worker worker = {.model = model_create(settings.seed)};
-    struct tally tallies[SCENARIO_COUNT] = {{0}};
+    struct tally tallies[SCENARIO_COUNT] = {{{0}}};
     struct kvk_random random;
     kvk_random_init(&random, settings.seed);
     bool going = worker.model != NULL && worker_open(&worker, &settings);
