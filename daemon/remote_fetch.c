@@ -38,6 +38,7 @@ struct item {
     uint64_t position;
     enum kvk_tier tier;
     bool good;
+    bool wrong;                     /* what lies there is not right, and never will be */
     struct kvk_remote_block *block; /* in its round's */
     uint8_t *witness;               /* as it came */
     uint64_t checksums[KVK_SHARD_COUNT_MAX];
@@ -467,6 +468,14 @@ static uint32_t item_pieces(const struct work *work, struct item *item,
     return 1 + group->shard_count;
 }
 
+/* Of what a header alone does not show, so that nobody would ever send it again. */
+static bool is_wrong(enum kvk_remote_result result)
+{
+    return result == KVK_REMOTE_NOT_OURS || result == KVK_REMOTE_TRUNCATED ||
+           result == KVK_REMOTE_DAMAGED || result == KVK_REMOTE_FOREIGN ||
+           result == KVK_REMOTE_OTHER_KEY;
+}
+
 /* The right value of a name is the right block only if it says so itself. */
 static void item_judge(struct work *work, struct item *item, uint64_t *failed, uint64_t *forged)
 {
@@ -474,10 +483,12 @@ static void item_judge(struct work *work, struct item *item, uint64_t *failed, u
     const uint8_t *witness =
         work->chains[item->group].witnesses + item->position * work->witness_bytes;
     if (item->block->result != KVK_REMOTE_HIT) {
+        item->wrong = is_wrong(item->block->result);
         (*failed)++;
         return;
     }
     if (memcmp(item->witness, witness, work->witness_bytes) != 0) {
+        item->wrong = true;
         (*forged)++;
         return;
     }
@@ -486,6 +497,29 @@ static void item_judge(struct work *work, struct item *item, uint64_t *failed, u
             kvk_slot_address(group, item->tier, item->slot, shard), group->shard_bytes[shard]);
     }
     item->good = true;
+}
+
+/* What is wrong goes, and what lies behind it in the chain, which is of no use without it: so that
+ * right values can come, for a header that is right says nothing of the bytes behind it. */
+static void wrong_drop(struct work *work, const struct round *round)
+{
+    struct kvk_remote_batch batches[KVK_GROUP_COUNT_MAX];
+    uint32_t batch_count = 0;
+    uint64_t first = work->boundary;
+    for (uint32_t i = round->count; i > 0; i--) {
+        first = round->items[i - 1].wrong ? round->items[i - 1].position : first;
+    }
+    for (uint32_t g = 0; g < work->space->group_count && first < work->boundary; g++) {
+        batches[batch_count++] = (struct kvk_remote_batch){
+            .operation = KVK_REMOTE_DROP,
+            .space = &work->chains[g].space,
+            .blocks = work->chains[g].asked + first,
+            .block_count = (uint32_t)(work->boundary - first),
+        };
+    }
+    if (batch_count > 0) {
+        kvk_remote_run(work->store, batches, batch_count, work->cache->config->remote.ask_ms);
+    }
 }
 
 static void round_fetch(struct work *work, struct round *round)
@@ -517,8 +551,7 @@ static void round_fetch(struct work *work, struct round *round)
                 .operation = KVK_REMOTE_FETCH,
                 .space = &work->chains[g].space,
                 .blocks = round->blocks + first,
-                .block_count = done - first,
-                .chain = true,
+                .block_count = done - first, /* no chain: behind one that is wrong, too */
             };
         }
     }
@@ -738,6 +771,7 @@ static bool round_run(struct work *work, struct round *round, uint64_t first)
     for (uint32_t i = 0; i < round->count; i++) {
         item_judge(work, &round->items[i], &failed, &forged);
     }
+    wrong_drop(work, round);
     bool landed = round_land(work, round, first);
     round_free(round);
     if (failed + forged > 0) {

@@ -550,10 +550,22 @@ uint32_t kvk_remote_raise_end_unlocked(struct kvk_cache *cache, struct kvk_space
         return 0;
     }
     uint64_t until_ns = kvk_clock_now(kvk_clock_monotonic()) + RAISE_MS * KVK_NS_PER_MS;
-    uint32_t pending =
-        raises_end_unlocked(spaces, count, deadline_ns < until_ns ? deadline_ns : until_ns);
+    until_ns = deadline_ns < until_ns ? deadline_ns : until_ns;
+    uint32_t pending = raises_end_unlocked(spaces, count, until_ns);
+    uint64_t known_ns =
+        kvk_clock_now(kvk_clock_monotonic()) + cache->config->remote.generation_ms * KVK_NS_PER_MS;
+    known_ns = known_ns < deadline_ns ? known_ns : deadline_ns;
+    bool shares = false;
     kvk_lock(&cache->lock);
     raise_ended(store);
+    for (uint32_t i = 0; i < count; i++) {
+        shares = shares || spaces[i]->remote != NULL;
+    }
+    /* No node uses the number of before for longer than that; one that reaches the store has heard
+     * of the new one. */
+    while (shares && pending < count &&
+           kvk_condition_wait(&cache->changed, &cache->lock, known_ns)) {
+    }
     kvk_unlock(&cache->lock);
     return pending;
 }

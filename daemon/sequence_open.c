@@ -506,10 +506,12 @@ static void open_count(struct opening *opening)
                 kvk_hints_apply(cache, space, sequence->hints, sequence->hint_count, i - 1, id);
             }
         }
-        for (uint32_t i = 0; i < prefix_blocks && cache->disk_tier != NULL; i++) {
+        bool offers = cache->disk_tier != NULL || cache->remote != NULL;
+        for (uint32_t i = 0; i < prefix_blocks && offers; i++) {
             uint32_t id = sequence->groups[g].blocks[i];
             if (id != KVK_BLOCK_NONE && kvk_index_block(cache->index, id)->run != UINT32_MAX) {
                 kvk_disk_offer(cache, id, false); /* parents first */
+                kvk_remote_offer(cache, id, false);
             }
         }
     }

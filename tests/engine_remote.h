@@ -1,0 +1,273 @@
+/*
+ * A real Redis server and engines that share it, for tests of the remote store: each node is a
+ * stage (tests/engine_stage.h) with threads and the real clock.
+ *
+ * Where redis-server is not installed the test is skipped in words.
+ */
+#ifndef KVK_TESTS_ENGINE_REMOTE_H
+#define KVK_TESTS_ENGINE_REMOTE_H
+
+#include <arpa/inet.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+
+#include "daemon/remote_internal.h"
+#include "tests/engine_stage.h"
+
+#define REMOTE_WAIT_MS 10000
+
+struct remote_server {
+    char folder[64];
+    unsigned port;
+    pid_t pid; /* 0: it does not run */
+};
+
+static inline int KVK_PRINTF(1, 2) remote_command(const char *format, ...)
+{
+    char text[2048];
+    va_list arguments;
+    va_start(arguments, format);
+    (void)vsnprintf(text, sizeof(text), format, arguments);
+    va_end(arguments);
+    int code = system(text); /* NOLINT(cert-env33-c): of the tests' own making */
+    return WIFEXITED(code) ? WEXITSTATUS(code) : 1;
+}
+
+static inline bool remote_answers(const struct remote_server *server)
+{
+    struct sockaddr_in address = {.sin_family = AF_INET,
+                                  .sin_port = htons((uint16_t)server->port),
+                                  .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    bool connected = fd >= 0 && connect(fd, (struct sockaddr *)&address, sizeof(address)) == 0;
+    if (fd >= 0) {
+        (void)close(fd);
+    }
+    return connected;
+}
+
+/* Empty, on the server's port; ends with this process. */
+static inline void remote_server_run(struct remote_server *server)
+{
+    char port[16];
+    char log[96];
+    (void)snprintf(port, sizeof(port), "%u", server->port);
+    (void)snprintf(log, sizeof(log), "%s/log", server->folder);
+    pid_t parent = getpid();
+    server->pid = fork();
+    cr_assert_geq(server->pid, 0);
+    if (server->pid == 0) {
+        (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
+        if (getppid() != parent) {
+            _exit(1);
+        }
+        (void)execlp("redis-server", "redis-server", "--port", port, "--bind", "127.0.0.1",
+                     "--save", "", "--logfile", log, "--dir", server->folder, (char *)NULL);
+        _exit(127);
+    }
+    for (int i = 0; i < REMOTE_WAIT_MS / 5 && !remote_answers(server); i++) {
+        house_sleep_ms(5);
+    }
+    cr_assert(remote_answers(server), "redis-server does not answer");
+}
+
+static inline void remote_server_kill(struct remote_server *server)
+{
+    if (server->pid > 0) {
+        (void)kill(server->pid, SIGKILL);
+        (void)waitpid(server->pid, NULL, 0);
+        server->pid = 0;
+    }
+}
+
+static inline void remote_server_start(struct remote_server *server)
+{
+    static const char key[] = "00112233445566778899aabbccddeeff0123456789abcdeffedcba9876543210\n";
+    char path[96];
+    if (remote_command("command -v redis-server >/dev/null && command -v redis-cli >/dev/null") !=
+        0) {
+        cr_skip_test("redis-server is not installed");
+    }
+    *server = (struct remote_server){.port = 34000 + (unsigned)getpid() % 20000};
+    (void)snprintf(server->folder, sizeof(server->folder), "/tmp/kvkeep-remote.XXXXXX");
+    cr_assert_not_null(mkdtemp(server->folder));
+    (void)snprintf(path, sizeof(path), "%s/key", server->folder);
+    FILE *file = fopen(path, "w");
+    cr_assert_not_null(file);
+    cr_assert_eq(fchmod(fileno(file), 0600), 0);
+    cr_assert_geq(fputs(key, file), 0);
+    cr_assert_eq(fclose(file), 0);
+    remote_server_run(server);
+}
+
+static inline void remote_server_stop(struct remote_server *server)
+{
+    remote_server_kill(server);
+    (void)nftw(server->folder, house_remove_one, 16, FTW_DEPTH | FTW_PHYS);
+}
+
+/* Words for redis-cli; its first line of output, "" where there is none. */
+static inline void KVK_PRINTF(3, 4)
+    remote_ask(const struct remote_server *server, char answer[256], const char *format, ...)
+{
+    char words[1024];
+    char text[1280];
+    va_list arguments;
+    va_start(arguments, format);
+    (void)vsnprintf(words, sizeof(words), format, arguments);
+    va_end(arguments);
+    (void)snprintf(text, sizeof(text), "redis-cli -p %u %s", server->port, words);
+    answer[0] = '\0';
+    FILE *pipe = popen(text, "r"); /* NOLINT(cert-env33-c) */
+    cr_assert_not_null(pipe);
+    if (fgets(answer, 256, pipe) == NULL) {
+        answer[0] = '\0';
+    }
+    (void)pclose(pipe);
+    answer[strcspn(answer, "\n")] = '\0';
+}
+
+/* What a Lua script makes of all values but the generations' journals, which are no longer than 64
+ * entries here: it has each name in `k`. The number it answers. */
+static inline unsigned long remote_each(const struct remote_server *server, const char *script)
+{
+    char path[96];
+    char answer[256];
+    (void)snprintf(path, sizeof(path), "%s/each.lua", server->folder);
+    FILE *file = fopen(path, "w");
+    cr_assert_not_null(file);
+    (void)fprintf(file,
+                  "local n = 0\nfor _, k in ipairs(redis.call('KEYS', 'kvkeep:*')) do\n"
+                  "if redis.call('GETRANGE', k, 0, 3) == 'KVKR' then n = n + 1\n%s\nend end\n"
+                  "return n\n",
+                  script);
+    cr_assert_eq(fclose(file), 0);
+    remote_ask(server, answer, "--eval %s", path);
+    return strtoul(answer, NULL, 10);
+}
+
+static inline unsigned long remote_values(const struct remote_server *server)
+{
+    return remote_each(server, "");
+}
+
+/* ---- Nodes ---- */
+
+/* house.config may be changed between this and node_start(). */
+static inline void node_init(struct stage *node, const struct remote_server *server)
+{
+    memset(node, 0, sizeof(*node));
+    house_init(&node->house);
+    struct kvk_remote_config *remote = &node->house.config.remote;
+    (void)snprintf(remote->seeds, sizeof(remote->seeds), "127.0.0.1:%u", server->port);
+    (void)snprintf(remote->key_file, sizeof(remote->key_file), "%s/key", server->folder);
+    remote->admit_uses = 1;
+    remote->fetch_tokens = 1;
+    remote->generation_ms = 200;
+}
+
+static inline void node_start_with(struct stage *node, const struct kvk_geometry *groups,
+                                   uint32_t group_count, uint64_t host_bytes)
+{
+    node->geometry = groups[0];
+    node->block_bytes = kvk_geometry_block_bytes(&groups[0]);
+    const struct house_options options = {.host_bytes = host_bytes, .threads = true};
+    house_start(&node->house, &options);
+    node->space = house_space_of(&node->house, &node->house.caller, "m", groups, group_count);
+    node->session = house_session(&node->house);
+}
+
+static inline void node_start(struct stage *node, uint32_t host_blocks)
+{
+    const struct kvk_geometry geometry = house_geometry();
+    node_start_with(node, &geometry, 1, host_blocks * kvk_geometry_block_bytes(&geometry));
+}
+
+static inline struct kvk_remote_report node_report(struct stage *node)
+{
+    struct kvk_remote_report report;
+    kvk_lock(&node->house.cache->lock);
+    kvk_remote_report(node->house.cache, &report);
+    kvk_unlock(&node->house.cache->lock);
+    return report;
+}
+
+static inline struct kvk_lookup_reply node_lookup(struct stage *node,
+                                                  const struct kvk_prompt *prompt)
+{
+    struct kvk_lookup_reply reply;
+    const struct kvk_lookup_request request = {
+        .space_id = node->space, .prompt = *prompt, .retry = true};
+    STAGE_OK(node, kvk_lookup(node->house.cache, &node->house.caller, &request, &reply,
+                              &node->house.error));
+    return reply;
+}
+
+/* Until so many tokens are cached here, looking up again and again as a worker does. */
+static inline void node_await(struct stage *node, const uint32_t *tokens, uint64_t count,
+                              uint64_t cached)
+{
+    const struct kvk_prompt prompt = {.tokens = tokens, .token_count = count};
+    uint64_t found = 0;
+    for (int i = 0; i < REMOTE_WAIT_MS / 5; i++) {
+        found = node_lookup(node, &prompt).cached_tokens;
+        if (found >= cached) {
+            break;
+        }
+        house_sleep_ms(5);
+    }
+    cr_assert_eq(found, cached, "%lu tokens came, not %lu", (unsigned long)found,
+                 (unsigned long)cached);
+}
+
+/* Until the store has answered for the prompt, and what came of it has come. */
+static inline struct kvk_lookup_reply node_settle(struct stage *node,
+                                                  const struct kvk_prompt *prompt)
+{
+    struct kvk_lookup_reply reply = {0};
+    for (int i = 0; i < REMOTE_WAIT_MS / 5; i++) {
+        reply = node_lookup(node, prompt);
+        if (reply.remote.state != KVK_REMOTE_USE_ASKED &&
+            reply.remote.state != KVK_REMOTE_USE_FETCHING) {
+            return reply;
+        }
+        house_sleep_ms(5);
+    }
+    cr_assert_fail("the store did not settle");
+    return reply;
+}
+
+/* Until a figure of the report is as wanted. */
+#define NODE_UNTIL(node, condition)                                                                \
+    do {                                                                                           \
+        struct kvk_remote_report report = node_report(node);                                       \
+        for (int tries_ = 0; tries_ < REMOTE_WAIT_MS / 5 && !(condition); tries_++) {              \
+            house_sleep_ms(5);                                                                     \
+            report = node_report(node);                                                            \
+        }                                                                                          \
+        cr_assert(condition, "%s", #condition);                                                    \
+    } while (0)
+
+/* Until the node may use the store: its space's generation is known. */
+static inline void node_ready(struct stage *node)
+{
+    NODE_UNTIL(node, report.spaces > 0 && report.spaces_out == 0);
+}
+
+/* A prompt that is cached here, and sent. */
+static inline void node_share(struct stage *node, const uint32_t *tokens, uint64_t count,
+                              uint32_t tag)
+{
+    uint64_t blocks = count / node->geometry.block_tokens;
+    uint64_t before = node_report(node).stats.sent_blocks;
+    uint64_t cached = house_cached(&node->house, node->space, tokens, count);
+    stage_cache(node, tokens, count, tag);
+    blocks -= cached / node->geometry.block_tokens;
+    NODE_UNTIL(node, report.stats.sent_blocks >= before + blocks);
+}
+
+#endif
