@@ -33,6 +33,7 @@
 #include "daemon/sequence.h"
 #include "daemon/session.h"
 #include "daemon/space.h"
+#include "daemon/tier_form.h"
 #include "index/evict.h"
 
 /* ---- Groups: the memory and the blocks of one layer group of one space ---- */
@@ -82,7 +83,10 @@ struct kvk_group {
     struct kvk_geometry geometry;
     uint32_t shard_count;
     uint64_t shard_bytes[KVK_SHARD_COUNT_MAX];
-    uint64_t block_bytes; /* all shards */
+    uint64_t block_bytes; /* all shards, in the space's own format: in both tiers of memory, and
+                             what sequences are counted in */
+    struct kvk_tier_form forms[KVK_TIER_COUNT]; /* how a block lies in each tier, and what it takes
+                                                   there; those of memory are the own format */
     bool windowed;
     struct kvk_group_tier tiers[KVK_TIER_COUNT];
     struct kvk_disk_group *disk; /* what disk_*.c keep beside tiers[KVK_TIER_DISK]; NULL: no disk
@@ -441,6 +445,8 @@ struct kvk_cache_stats {
     uint64_t disk_late_blocks;    /* left memory before their turn to be written */
     uint64_t disk_skipped_blocks; /* not queued: too many were */
     uint64_t disk_write_failures; /* blocks */
+    uint64_t disk_narrowed_blocks, disk_widened_blocks; /* in a compact format, down and up */
+    uint64_t disk_unfit_blocks; /* not written: a value that is not finite has no compact form */
     uint64_t disk_extent_failures;
     uint64_t disk_restored_blocks, disk_restored_bytes;
     uint64_t disk_restores;     /* prefixes that were brought back because that was quicker */

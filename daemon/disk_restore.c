@@ -3,8 +3,10 @@
  *
  * Everything of the prefix is kept meanwhile, so that making room does not take what was there.
  * Blocks are read in batches from the front, each into a slot of memory of its own, and count only
- * when their checksums match. Whoever wants a block that somebody is reading already waits for it.
+ * when their checksums match. Where the disk has a compact format they are read beside it, and
+ * converted into the slot. Whoever wants a block that somebody is reading already waits for it.
  */
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -34,42 +36,108 @@ void kvk_disk_read_begin(struct kvk_cache *cache, uint32_t id)
 
 struct reading {
     struct kvk_disk_piece *pieces; /* [piece_count], ours */
-    uint64_t *sums;                /* [piece_count], ours */
+    uint64_t *sums;                /* [piece_count] as read, ours */
+    uint64_t *memory_sums;         /* [piece_count] of what is then in memory, ours */
+    struct widening {
+        const struct kvk_group *group; /* NULL: read into its place */
+        uint32_t shard;
+        uint8_t *target; /* of the slot in memory */
+        uint64_t known;  /* checksum as it was written */
+    } * widenings;       /* [piece_count], ours; NULL: nothing is converted */
+    uint8_t *buffer;     /* what is converted is read here; ours */
     uint32_t piece_count;
 };
+
+static bool reading_allocate(struct reading *reading, uint64_t buffer_bytes)
+{
+    reading->pieces = calloc(reading->piece_count, sizeof(*reading->pieces));
+    reading->sums = calloc(reading->piece_count, sizeof(*reading->sums));
+    reading->memory_sums = reading->sums;
+    if (buffer_bytes > 0) {
+        reading->memory_sums = calloc(reading->piece_count, sizeof(*reading->memory_sums));
+        reading->widenings = calloc(reading->piece_count, sizeof(*reading->widenings));
+        reading->buffer = aligned_alloc(KVK_DISK_ALIGN, buffer_bytes);
+    }
+    return reading->pieces != NULL && reading->sums != NULL && reading->memory_sums != NULL &&
+           (buffer_bytes == 0 || (reading->widenings != NULL && reading->buffer != NULL));
+}
+
+static void reading_free(struct reading *reading)
+{
+    free(reading->pieces);
+    if (reading->memory_sums != reading->sums) {
+        free(reading->memory_sums);
+    }
+    free(reading->sums);
+    free(reading->widenings);
+    free(reading->buffer);
+}
 
 static bool reading_init(struct kvk_cache *cache, enum kvk_tier tier,
                          const struct kvk_disk_read_job *jobs, uint32_t count,
                          struct reading *reading)
 {
+    uint64_t buffer_bytes = 0;
     *reading = (struct reading){0};
     for (uint32_t i = 0; i < count; i++) {
-        reading->piece_count +=
-            kvk_group_of(cache, kvk_index_block(cache->index, jobs[i].block))->shard_count;
+        const struct kvk_group *group =
+            kvk_group_of(cache, kvk_index_block(cache->index, jobs[i].block));
+        reading->piece_count += group->shard_count;
+        for (uint32_t shard = 0; shard < group->shard_count; shard++) {
+            buffer_bytes +=
+                group->forms[KVK_TIER_DISK].compact ? group->disk->shard_stride[shard] : 0;
+        }
     }
-    reading->pieces = calloc(reading->piece_count, sizeof(*reading->pieces));
-    reading->sums = calloc(reading->piece_count, sizeof(*reading->sums));
-    if (reading->pieces == NULL || reading->sums == NULL) {
+    if (!reading_allocate(reading, buffer_bytes)) {
         return false;
     }
+    uint8_t *buffer = reading->buffer;
     uint32_t next = 0;
     for (uint32_t i = 0; i < count; i++) {
         const struct kvk_block *block = kvk_index_block(cache->index, jobs[i].block);
         const struct kvk_group *group = kvk_group_of(cache, block);
+        const struct kvk_tier_form *form = &group->forms[KVK_TIER_DISK];
         for (uint32_t shard = 0; shard < group->shard_count; shard++, next++) {
-            uint64_t bytes = group->shard_bytes[shard];
+            uint8_t *target = kvk_slot_address(group, tier, jobs[i].slot, shard);
             reading->pieces[next] = (struct kvk_disk_piece){
                 .file = group->disk->file,
                 .slot = block->slot[KVK_TIER_DISK],
                 .offset = group->disk->shard_offset[shard],
-                .memory = kvk_slot_address(group, tier, jobs[i].slot, shard),
-                .size_bytes = bytes,
+                .memory = form->compact ? buffer : target,
+                .size_bytes = form->shard_bytes[shard],
                 .checksum = &reading->sums[next],
                 .status = KVK_UNAVAILABLE,
             };
+            if (form->compact) {
+                reading->widenings[next] = (struct widening){
+                    .group = group,
+                    .shard = shard,
+                    .target = target,
+                    .known = kvk_block_checksums(cache, block, KVK_TIER_DISK)[shard]};
+                buffer += group->disk->shard_stride[shard];
+            } else if (reading->widenings != NULL) {
+                reading->pieces[next].checksum = &reading->memory_sums[next];
+            }
         }
     }
     return true;
+}
+
+/* What came as it was written becomes what memory has. The groups stay: their blocks are held. */
+static void reading_widen_unlocked(struct reading *reading)
+{
+    KVK_ASSERT(kvk_locks_held() == 0);
+    for (uint32_t i = 0; reading->widenings != NULL && i < reading->piece_count; i++) {
+        const struct widening *widening = &reading->widenings[i];
+        if (widening->group == NULL) {
+            reading->sums[i] = reading->memory_sums[i];
+        } else if (reading->pieces[i].status == KVK_OK && reading->sums[i] == widening->known) {
+            kvk_tier_form_widen(&widening->group->forms[KVK_TIER_DISK], &widening->group->geometry,
+                                widening->shard, reading->pieces[i].memory, widening->target,
+                                &reading->memory_sums[i]);
+            (void)sched_yield(); /* look-ups go first */
+        }
+    }
 }
 
 enum job_end { JOB_GOOD, JOB_FAILED, JOB_UNREADABLE, JOB_DAMAGED };
@@ -98,9 +166,9 @@ static enum job_end job_verdict(const struct kvk_cache *cache, uint32_t id,
 /* The copy in memory counts from here on, unless somebody else was faster, or nobody may have the
  * block any more. */
 static void job_land(struct kvk_cache *cache, enum kvk_tier tier, struct kvk_disk_read_job *job,
-                     const uint64_t *sums)
+                     const uint64_t *memory_sums)
 {
-    KVK_ASSERT(sums != NULL);
+    KVK_ASSERT(memory_sums != NULL);
     const struct kvk_block *block = kvk_index_block(cache->index, job->block);
     struct kvk_group *group = kvk_group_of(cache, block);
     job->landed = kvk_disk_is_current(cache, job->block);
@@ -109,19 +177,22 @@ static void job_land(struct kvk_cache *cache, enum kvk_tier tier, struct kvk_dis
         return;
     }
     kvk_block_attach(cache, job->block, tier, job->slot);
-    memcpy(kvk_block_checksums(cache, block, tier), sums, group->shard_count * sizeof(*sums));
+    memcpy(kvk_block_checksums(cache, block, tier), memory_sums,
+           group->shard_count * sizeof(*memory_sums));
     cache->stats.disk_restored_blocks++;
-    cache->stats.disk_restored_bytes += group->block_bytes;
+    cache->stats.disk_restored_bytes += group->forms[KVK_TIER_DISK].block_bytes;
+    cache->stats.disk_widened_blocks += group->forms[KVK_TIER_DISK].compact ? 1 : 0;
 }
 
 static void job_end(struct kvk_cache *cache, enum kvk_tier tier, struct kvk_disk_read_job *job,
-                    const struct kvk_disk_piece *pieces, const uint64_t *sums)
+                    const struct kvk_disk_piece *pieces, const uint64_t *sums,
+                    const uint64_t *memory_sums)
 {
     uint32_t id = job->block;
     struct kvk_group *group = kvk_group_of(cache, kvk_index_block(cache->index, id));
     enum job_end verdict = job_verdict(cache, id, pieces, sums);
     if (verdict == JOB_GOOD) {
-        job_land(cache, tier, job, sums);
+        job_land(cache, tier, job, memory_sums);
     } else {
         kvk_slot_give(cache, group, tier, job->slot);
         cache->stats.disk_read_failures += verdict == JOB_DAMAGED ? 0 : 1;
@@ -151,6 +222,7 @@ enum kvk_status kvk_disk_read_jobs_drops(struct kvk_cache *cache, enum kvk_tier 
         kvk_disk_hook_unlocked(cache->disk_tier);
         status = kvk_disk_read(cache->disk, (enum kvk_disk_class) class, reading.pieces,
                                reading.piece_count, &error);
+        reading_widen_unlocked(&reading);
         kvk_lock(&cache->lock);
     }
     bool all = true;
@@ -160,13 +232,12 @@ enum kvk_status kvk_disk_read_jobs_drops(struct kvk_cache *cache, enum kvk_tier 
         uint32_t shards =
             kvk_group_of(cache, kvk_index_block(cache->index, jobs[i].block))->shard_count;
         job_end(cache, tier, &jobs[i], ready ? reading.pieces + next : NULL,
-                ready ? reading.sums + next : NULL);
+                ready ? reading.sums + next : NULL, ready ? reading.memory_sums + next : NULL);
         all = all && jobs[i].landed;
         next += shards;
     }
     pthread_cond_broadcast(&cache->changed);
-    free(reading.pieces);
-    free(reading.sums);
+    reading_free(&reading);
     if (status != KVK_OK) {
         kvk_log(KVK_LOG_DEBUG, "disk_read_failed", "text=\"%s\"", error.text);
     }
@@ -194,7 +265,7 @@ void kvk_disk_estimate(const struct kvk_cache *cache, const struct kvk_space *sp
                 count++;
             }
         }
-        bytes += count * space->groups[g]->block_bytes;
+        bytes += count * space->groups[g]->forms[KVK_TIER_DISK].block_bytes;
         tokens = count > tokens ? count : tokens;
     }
     if (tokens == 0) {

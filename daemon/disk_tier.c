@@ -184,6 +184,7 @@ void kvk_disk_tier_destroy(struct kvk_cache *cache)
     free(tier->behind.blocks);
     free(tier->ahead.blocks);
     free(tier->buffer);
+    free(tier->staging);
     pthread_cond_destroy(&tier->wake);
     free(tier);
     cache->disk_tier = NULL;
@@ -212,12 +213,13 @@ enum kvk_status kvk_disk_group_create(struct kvk_cache *cache, struct kvk_group 
 {
     struct kvk_group_tier *at = &group->tiers[KVK_TIER_DISK];
     struct kvk_tier_state *state = &cache->tiers[KVK_TIER_DISK];
+    const struct kvk_tier_form *form = &group->forms[KVK_TIER_DISK];
     uint64_t slot_bytes = 0;
     if (cache->disk_tier == NULL) {
         return KVK_OK;
     }
     for (uint32_t shard = 0; shard < group->shard_count; shard++) {
-        slot_bytes += kvk_disk_shard_stride(group->shard_bytes[shard]);
+        slot_bytes += kvk_disk_shard_stride(form->shard_bytes[shard]);
     }
     if (slot_bytes > state->pool.limit_bytes) {
         return KVK_OK; /* not one of its blocks fits */
@@ -235,7 +237,7 @@ enum kvk_status kvk_disk_group_create(struct kvk_cache *cache, struct kvk_group 
     slot_bytes = 0;
     for (uint32_t shard = 0; shard < group->shard_count; shard++) {
         group->disk->shard_offset[shard] = slot_bytes;
-        group->disk->shard_stride[shard] = kvk_disk_shard_stride(group->shard_bytes[shard]);
+        group->disk->shard_stride[shard] = kvk_disk_shard_stride(form->shard_bytes[shard]);
         slot_bytes += group->disk->shard_stride[shard];
     }
     size_t slots = kvk_arena_slot_capacity(&at->arena);

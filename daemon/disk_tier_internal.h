@@ -37,6 +37,8 @@ struct kvk_disk_tier {
     struct kvk_disk_ring ahead;
     uint8_t *buffer; /* of the round; ours, aligned */
     uint64_t buffer_bytes;
+    uint8_t *staging; /* beside it: what is converted on its way to the buffer. Ours */
+    uint64_t staging_bytes;
     uint64_t leaving_count; /* slots, over all groups */
     uint64_t paused_until_ns;
     uint64_t full_until_ns; /* no more extents are asked for */

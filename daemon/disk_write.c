@@ -3,8 +3,11 @@
  *
  * A batch is gathered from the queue, copied to the buffer (the only time for which its blocks are
  * kept in their place), written, synced, and then attached and recorded. A block that changed
- * meanwhile, or whose parent did not come along, goes without.
+ * meanwhile, or whose parent did not come along, goes without. Where the disk has a compact format,
+ * blocks are copied beside the buffer and converted into it, once they are known to be what was
+ * sealed.
  */
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -26,7 +29,9 @@ struct entry {
     uint32_t first_piece; /* one per shard, and as many copies and sums */
     uint32_t shard_count;
     struct kvk_group *group;
-    bool staged;
+    uint64_t staging_offset; /* of a block that is converted */
+    bool copied;             /* it has pieces, copies and sums */
+    bool staged;             /* and they are what was sealed, as the disk has it */
     bool written;
 };
 
@@ -36,8 +41,10 @@ struct batch {
     uint64_t bytes;                /* of the buffer */
     struct kvk_disk_piece *pieces; /* [piece_count], ours, as the next two */
     struct kvk_copy *copies;
-    uint64_t *sums;
+    uint64_t *sums;      /* of the bytes in memory */
+    uint64_t *disk_sums; /* of the bytes as stored */
     uint32_t piece_count;
+    uint64_t staging_bytes;
 };
 
 /* ---- Queueing ---- */
@@ -154,6 +161,22 @@ static bool buffer_reserve(struct kvk_disk_tier *tier, uint64_t bytes)
 
 enum gathering { GATHER_MORE, GATHER_DONE };
 
+/* Beside the buffer, for what is converted. */
+static bool staging_reserve(struct kvk_disk_tier *tier, uint64_t bytes)
+{
+    if (tier->staging_bytes >= bytes) {
+        return true;
+    }
+    void *staging = malloc(bytes);
+    if (staging == NULL) {
+        return false;
+    }
+    free(tier->staging);
+    tier->staging = staging;
+    tier->staging_bytes = bytes;
+    return true;
+}
+
 static enum gathering gather_one_drops(struct kvk_cache *cache, struct batch *batch)
 {
     struct kvk_disk_tier *tier = cache->disk_tier;
@@ -199,6 +222,7 @@ static enum gathering gather_one_drops(struct kvk_cache *cache, struct batch *ba
     batch->entries[batch->count++] = (struct entry){
         .block = id, .slot = slot, .group = group, .shard_count = group->shard_count};
     batch->bytes += bytes;
+    batch->staging_bytes += group->forms[KVK_TIER_DISK].compact ? group->block_bytes : 0;
     batch->piece_count += group->shard_count;
     group->space->reference_count++; /* stays, whatever becomes of its blocks */
     return GATHER_MORE;
@@ -206,12 +230,14 @@ static enum gathering gather_one_drops(struct kvk_cache *cache, struct batch *ba
 
 /* ---- Staging ---- */
 
-static bool batch_allocate(struct batch *batch)
+static bool batch_allocate(struct kvk_disk_tier *tier, struct batch *batch)
 {
     batch->pieces = calloc(batch->piece_count, sizeof(*batch->pieces));
     batch->copies = calloc(batch->piece_count, sizeof(*batch->copies));
     batch->sums = calloc(batch->piece_count, sizeof(*batch->sums));
-    return batch->pieces != NULL && batch->copies != NULL && batch->sums != NULL;
+    batch->disk_sums = calloc(batch->piece_count, sizeof(*batch->disk_sums));
+    return batch->pieces != NULL && batch->copies != NULL && batch->sums != NULL &&
+           batch->disk_sums != NULL && staging_reserve(tier, batch->staging_bytes);
 }
 
 static void batch_free(struct batch *batch)
@@ -219,6 +245,7 @@ static void batch_free(struct batch *batch)
     free(batch->pieces);
     free(batch->copies);
     free(batch->sums);
+    free(batch->disk_sums);
 }
 
 /* Is the block still the one that was gathered? Its id may have been given to another since, and
@@ -233,6 +260,7 @@ static bool is_entrys_block(const struct kvk_cache *cache, const struct entry *e
 static uint32_t stage_begin(struct kvk_cache *cache, struct batch *batch)
 {
     uint8_t *target = cache->disk_tier->buffer;
+    uint64_t staged_bytes = 0;
     uint32_t count = 0;
     for (uint32_t i = 0; i < batch->count; i++) {
         struct entry *entry = &batch->entries[i];
@@ -245,17 +273,21 @@ static uint32_t stage_begin(struct kvk_cache *cache, struct batch *batch)
         if (!kvk_disk_is_memory(block)) {
             continue;
         }
+        const struct kvk_tier_form *form = &group->forms[KVK_TIER_DISK];
         entry->source = kvk_block_tier(block);
+        entry->copied = true;
         entry->staged = true;
+        entry->staging_offset = staged_bytes;
         for (uint32_t shard = 0; shard < entry->shard_count; shard++, count++) {
             uint64_t bytes = group->shard_bytes[shard];
             uint64_t stride = group->disk->shard_stride[shard];
-            batch->copies[count] =
-                (struct kvk_copy){.target = target,
-                                  .source = kvk_block_address(cache, block, entry->source, shard),
-                                  .size_bytes = bytes,
-                                  .checksum = &batch->sums[count]};
-            memset(target + bytes, 0, stride - bytes);
+            batch->copies[count] = (struct kvk_copy){
+                .target = form->compact ? cache->disk_tier->staging + staged_bytes : target,
+                .source = kvk_block_address(cache, block, entry->source, shard),
+                .size_bytes = bytes,
+                .checksum = &batch->sums[count]};
+            staged_bytes += form->compact ? bytes : 0;
+            memset(target + form->shard_bytes[shard], 0, stride - form->shard_bytes[shard]);
             batch->pieces[count] =
                 (struct kvk_disk_piece){.file = group->disk->file,
                                         .slot = entry->slot,
@@ -302,6 +334,48 @@ static void stage_end(struct kvk_cache *cache, struct batch *batch, bool copied)
         }
         kvk_block_return(cache, entry->block, entry->source);
     }
+}
+
+/* ---- Converting ---- */
+
+/* The block as it is stored, from the staging into its pieces of the buffer. False: it has no
+ * compact form. */
+static bool entry_narrow(struct kvk_cache *cache, struct batch *batch, const struct entry *entry)
+{
+    const struct kvk_group *group = entry->group;
+    const uint8_t *source = cache->disk_tier->staging + entry->staging_offset;
+    bool fits = true;
+    for (uint32_t shard = 0; shard < entry->shard_count; shard++) {
+        uint32_t at = entry->first_piece + shard;
+        struct kvk_error error;
+        /* A shard that is refused is zeros, so that nothing old of the buffer is written. */
+        fits = kvk_tier_form_narrow(&group->geometry, &group->forms[KVK_TIER_DISK], shard, source,
+                                    batch->pieces[at].memory, &batch->disk_sums[at],
+                                    &error) == KVK_OK &&
+               fits;
+        source += group->shard_bytes[shard];
+        (void)sched_yield(); /* look-ups go first */
+    }
+    return fits;
+}
+
+/* Everything that is staged and good, as the disk has it; what was damaged leaves nothing. Returns
+ * how many blocks had no compact form. */
+static uint32_t batch_convert_unlocked(struct kvk_cache *cache, struct batch *batch)
+{
+    uint32_t unfit = 0;
+    KVK_ASSERT(kvk_locks_held() == 0);
+    for (uint32_t i = 0; i < batch->count; i++) {
+        struct entry *entry = &batch->entries[i];
+        if (!entry->group->forms[KVK_TIER_DISK].compact) {
+            memcpy(batch->disk_sums + entry->first_piece, batch->sums + entry->first_piece,
+                   (entry->copied ? entry->shard_count : 0) * sizeof(*batch->sums));
+        } else if (entry->copied && !entry_narrow(cache, batch, entry)) {
+            unfit += entry->staged ? 1 : 0;
+            entry->staged = false;
+        }
+    }
+    return unfit;
 }
 
 /* ---- Writing ---- */
@@ -386,7 +460,7 @@ static void record_fill(const struct kvk_cache *cache, const struct entry *entry
 /* The copy counts from here on. False: it does not, and its slot is to go back. */
 static bool attach(struct kvk_cache *cache, const struct batch *batch, const struct entry *entry)
 {
-    const uint64_t *sums = batch->sums + entry->first_piece;
+    const uint64_t *sums = batch->disk_sums + entry->first_piece;
     struct kvk_disk_block_record record;
     if (!entry->written || !is_entrys_block(cache, entry)) {
         return false;
@@ -407,6 +481,7 @@ static bool attach(struct kvk_cache *cache, const struct batch *batch, const str
            entry->shard_count * sizeof(*sums));
     cache->stats.disk_written_blocks++;
     cache->stats.disk_written_bytes += entry->group->tiers[KVK_TIER_DISK].arena.slot_bytes;
+    cache->stats.disk_narrowed_blocks += entry->group->forms[KVK_TIER_DISK].compact ? 1 : 0;
     return true;
 }
 
@@ -447,8 +522,10 @@ static enum kvk_status batch_write_drops(struct kvk_cache *cache, struct batch *
     stage_end(cache, batch, status == KVK_OK);
     if (status == KVK_OK) {
         kvk_unlock(&cache->lock);
+        uint32_t unfit = batch_convert_unlocked(cache, batch);
         status = write_unlocked(cache, batch, count, error);
         kvk_lock(&cache->lock);
+        cache->stats.disk_unfit_blocks += unfit;
     }
     return status;
 }
@@ -474,7 +551,7 @@ bool kvk_disk_write_drops(struct kvk_cache *cache)
      * than the disk takes, a pause here would see the rest go, too. */
     bool late_alone = count == 0 && looked == LOOKED_MAX;
     enum kvk_status status = KVK_OK;
-    if (count > 0 && batch_allocate(batch)) {
+    if (count > 0 && batch_allocate(tier, batch)) {
         status = batch_write_drops(cache, batch, &error);
     }
     uint32_t attached = batch_end(cache, batch);

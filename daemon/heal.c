@@ -44,7 +44,9 @@ static bool is_possible(const struct kvk_cache *cache, const struct kvk_block *b
         return false;
     }
     const struct kvk_group *group = kvk_group_of(cache, block);
+    /* A compact copy gives no sealed bytes back, and whoever holds the block was promised them. */
     return group->disk != NULL && group->disk->file != NULL &&
+           !group->forms[KVK_TIER_DISK].compact &&
            !kvk_disk_bit(&cache->disk_tier->restoring, id);
 }
 

@@ -16,7 +16,10 @@
 
 /* ---- Shapes ---- */
 
+/* Version 2 is version 1 with a format for the disk in some group; without one it is written as
+ * version 1, so that a daemon from before reads what it can hold. */
 #define SHAPE_VERSION 1
+#define SHAPE_VERSION_DISK_FORMAT 2
 #define SHAPE_HEAD_SIZE 40
 #define SHAPE_GROUP_SIZE 64
 _Static_assert(SHAPE_HEAD_SIZE + KVK_GROUP_COUNT_MAX * SHAPE_GROUP_SIZE <= KVK_SHAPE_SIZE_MAX,
@@ -38,8 +41,9 @@ static double load_double(const uint8_t *at)
     return value;
 }
 
-/* 14 numbers of 4 bytes, the last 0, and one of 8. */
-static void group_encode(const struct kvk_geometry *geometry, uint8_t *at)
+/* 14 numbers of 4 bytes, the last the format on disk, and one of 8. */
+static void group_encode(const struct kvk_geometry *geometry, enum kvk_format disk_format,
+                         uint8_t *at)
 {
     const uint32_t numbers[14] = {
         geometry->layers,
@@ -55,7 +59,7 @@ static void group_encode(const struct kvk_geometry *geometry, uint8_t *at)
         geometry->latent ? 1 : 0,
         geometry->window,
         geometry->sinks,
-        0,
+        (uint32_t)disk_format,
     };
     for (int i = 0; i < 14; i++) {
         kvk_store_le32(at + 4 * (size_t)i, numbers[i]);
@@ -64,15 +68,17 @@ static void group_encode(const struct kvk_geometry *geometry, uint8_t *at)
 }
 
 /* Ranges are checked by whoever opens the space, as those of any request. */
-static bool group_decode(const uint8_t *at, uint32_t block_tokens, struct kvk_geometry *geometry)
+static bool group_decode(const uint8_t *at, uint32_t block_tokens, struct kvk_geometry *geometry,
+                         enum kvk_format *disk_format)
 {
     uint32_t numbers[14];
     for (int i = 0; i < 14; i++) {
         numbers[i] = kvk_load_le32(at + 4 * (size_t)i);
     }
-    if (numbers[10] > 1 || numbers[13] != 0) {
+    if (numbers[10] > 1 || numbers[13] > KVK_FORMAT_MAX) {
         return false;
     }
+    *disk_format = (enum kvk_format)numbers[13];
     *geometry = (struct kvk_geometry){
         .layers = numbers[0],
         .kv_heads = numbers[1],
@@ -96,7 +102,7 @@ static bool group_decode(const uint8_t *at, uint32_t block_tokens, struct kvk_ge
 size_t kvk_shape_encode(const struct kvk_space *space, uint8_t bytes[KVK_SHAPE_SIZE_MAX])
 {
     KVK_ASSERT(space->group_count > 0 && space->group_count <= KVK_GROUP_COUNT_MAX);
-    kvk_store_le16(bytes, SHAPE_VERSION);
+    uint16_t version = SHAPE_VERSION;
     kvk_store_le16(bytes + 2, (uint16_t)space->group_count);
     kvk_store_le32(bytes + 4, space->block_tokens);
     kvk_store_le32(bytes + 8, space->lookup_min_tokens);
@@ -105,15 +111,20 @@ size_t kvk_shape_encode(const struct kvk_space *space, uint8_t bytes[KVK_SHAPE_S
     store_double(bytes + 24, space->flops_per_token_position);
     store_double(bytes + 32, space->flops_per_second);
     for (uint32_t i = 0; i < space->group_count; i++) {
-        group_encode(&space->groups[i]->geometry,
+        const struct kvk_group *group = space->groups[i];
+        enum kvk_format disk_format = kvk_tier_form_format(&group->forms[KVK_TIER_DISK]);
+        version = disk_format != KVK_FORMAT_NONE ? SHAPE_VERSION_DISK_FORMAT : version;
+        group_encode(&group->geometry, disk_format,
                      bytes + SHAPE_HEAD_SIZE + (size_t)i * SHAPE_GROUP_SIZE);
     }
+    kvk_store_le16(bytes, version);
     return SHAPE_HEAD_SIZE + (size_t)space->group_count * SHAPE_GROUP_SIZE;
 }
 
 bool kvk_shape_decode(const uint8_t *bytes, size_t size, struct kvk_space_request *request)
 {
-    if (size < SHAPE_HEAD_SIZE || kvk_load_le16(bytes) != SHAPE_VERSION ||
+    uint16_t version = size < SHAPE_HEAD_SIZE ? 0 : kvk_load_le16(bytes);
+    if ((version != SHAPE_VERSION && version != SHAPE_VERSION_DISK_FORMAT) ||
         kvk_load_le32(bytes + 12) != 0) {
         return false;
     }
@@ -129,13 +140,15 @@ bool kvk_shape_decode(const uint8_t *bytes, size_t size, struct kvk_space_reques
         size != SHAPE_HEAD_SIZE + (size_t)request->group_count * SHAPE_GROUP_SIZE) {
         return false;
     }
+    bool any_format = false;
     for (uint32_t i = 0; i < request->group_count; i++) {
         if (!group_decode(bytes + SHAPE_HEAD_SIZE + (size_t)i * SHAPE_GROUP_SIZE,
-                          request->block_tokens, &request->groups[i])) {
+                          request->block_tokens, &request->groups[i], &request->disk_formats[i])) {
             return false;
         }
+        any_format = any_format || request->disk_formats[i] != KVK_FORMAT_NONE;
     }
-    return true;
+    return any_format == (version == SHAPE_VERSION_DISK_FORMAT); /* one way to write a shape */
 }
 
 /* ---- Identities ---- */

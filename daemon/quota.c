@@ -52,7 +52,7 @@ void kvk_quota_space_link(struct kvk_cache *cache, struct kvk_space *space)
             struct kvk_evict_queue *queues[] = {&at->queue, &at->clean, &at->held};
             for (size_t k = 0; k < sizeof(queues) / sizeof(queues[0]); k++) {
                 queues[k]->share = &state->hint_share;
-                queues[k]->block_bytes = space->groups[g]->block_bytes;
+                queues[k]->block_bytes = space->groups[g]->forms[i].block_bytes;
                 queues[k]->windowed = space->groups[g]->windowed;
             }
         }

@@ -153,6 +153,9 @@ static void group_fill(const struct kvk_group *group, struct kvk_group_report *r
         }
     }
     memcpy(row->tier_blocks, group->tier_blocks, sizeof(row->tier_blocks));
+    for (int i = 0; i < KVK_TIER_COUNT; i++) {
+        row->tier_bytes[i] = group->tier_blocks[i] * group->forms[i].block_bytes;
+    }
     memcpy(row->state_counts, group->state_counts, sizeof(row->state_counts));
 }
 
@@ -238,6 +241,7 @@ static void space_fill(const struct kvk_space *space, struct kvk_space_report *r
     for (uint32_t i = 0; i < space->group_count; i++) {
         const struct kvk_group *group = space->groups[i];
         row->groups[i] = group->geometry;
+        row->disk_formats[i] = kvk_tier_form_format(&group->forms[KVK_TIER_DISK]);
         for (int state = KVK_BLOCK_RESERVED; state <= KVK_BLOCK_EVICTABLE; state++) {
             row->blocks += group->state_counts[state];
         }

@@ -35,6 +35,7 @@ struct kvk_group_report {
     bool is_public; /* of one public prefix */
     uint64_t block_bytes;
     uint64_t tier_blocks[KVK_TIER_COUNT];
+    uint64_t tier_bytes[KVK_TIER_COUNT]; /* of them, each in the tier's format */
     uint64_t state_counts[KVK_BLOCK_STATE_COUNT];
 };
 
@@ -51,6 +52,7 @@ struct kvk_space_report {
     size_t identity_size;
     uint32_t block_tokens;
     struct kvk_geometry groups[KVK_GROUP_COUNT_MAX];
+    enum kvk_format disk_formats[KVK_GROUP_COUNT_MAX]; /* NONE: the group's own */
     uint32_t group_count;
     uint64_t blocks;
     uint64_t bytes;

@@ -147,7 +147,7 @@ static void block_count_in(const struct kvk_cache *cache, uint32_t id,
     row->shared_blocks += block->hold_count > 1;
     for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
         if (block->slot[tier] != KVK_SLOT_NONE) {
-            row->tier_bytes[tier] += group->block_bytes;
+            row->tier_bytes[tier] += group->forms[tier].block_bytes;
         }
     }
 }

@@ -114,15 +114,16 @@ static void copy_borrow(struct kvk_cache *cache, struct scrub_copy *copy)
     const struct kvk_block *block = kvk_index_block(cache->index, copy->block);
     const struct kvk_group *group = kvk_group_of(cache, block);
     copy->shard_count = group->shard_count;
-    copy->bytes = group->block_bytes;
+    const struct kvk_tier_form *form = &group->forms[copy->tier];
+    copy->bytes = form->block_bytes;
     for (uint32_t shard = 0; shard < group->shard_count; shard++) {
-        copy->size_bytes[shard] = group->shard_bytes[shard];
+        copy->size_bytes[shard] = form->shard_bytes[shard];
         if (copy->tier == KVK_TIER_DISK) {
             copy->pieces[shard] =
                 (struct kvk_disk_piece){.file = group->disk->file,
                                         .slot = block->slot[KVK_TIER_DISK],
                                         .offset = group->disk->shard_offset[shard],
-                                        .size_bytes = group->shard_bytes[shard],
+                                        .size_bytes = form->shard_bytes[shard],
                                         .checksum = &copy->sums[shard]};
         } else {
             copy->address[shard] = kvk_block_address(cache, block, copy->tier, shard);

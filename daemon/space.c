@@ -33,6 +33,11 @@ static enum kvk_status check_group(const struct kvk_space_request *request, uint
     if (status != KVK_OK) {
         return status;
     }
+    (void)snprintf(field, sizeof(field), "%sdisk_format", prefix);
+    status = kvk_tier_form_check(group, request->disk_formats[index], field, error);
+    if (status != KVK_OK) {
+        return status;
+    }
     if (group->block_tokens != request->block_tokens) {
         (void)snprintf(field, sizeof(field), "%sblock_tokens", prefix);
         return kvk_fail_limit(error, KVK_INVALID, KVK_CAUSE_FIELD, field, group->block_tokens,
@@ -131,6 +136,12 @@ static enum kvk_status compare_geometry(const struct kvk_space *space,
         (void)snprintf(field, sizeof(field), "groups[%u]", i);
         equal = kvk_geometry_equal(&space->groups[i]->geometry, &request->groups[i]);
     }
+    for (uint32_t i = 0; equal && i < space->group_count; i++) {
+        enum kvk_format asked = request->disk_formats[i];
+        (void)snprintf(field, sizeof(field), "groups[%u].disk_format", i);
+        equal = asked == KVK_FORMAT_NONE ||
+                asked == kvk_tier_form_format(&space->groups[i]->forms[KVK_TIER_DISK]);
+    }
     if (equal) {
         return KVK_OK;
     }
@@ -151,6 +162,9 @@ static void fill_reply(const struct kvk_space *space, bool created, struct kvk_s
         reply->groups[i].block_bytes = group->block_bytes;
         reply->groups[i].shard_count = group->shard_count;
         memcpy(reply->groups[i].shard_bytes, group->shard_bytes, sizeof(group->shard_bytes));
+        reply->groups[i].disk_format = kvk_tier_form_format(&group->forms[KVK_TIER_DISK]);
+        reply->groups[i].disk_block_bytes =
+            group->tiers[KVK_TIER_DISK].present ? group->forms[KVK_TIER_DISK].block_bytes : 0;
         reply->groups[i].rank_count = space->rank_count;
         for (uint32_t rank = 0; rank < space->rank_count; rank++) {
             reply->groups[i].rank_shard[rank] = kvk_geometry_rank_shard(&group->geometry, rank);
@@ -229,8 +243,8 @@ static enum kvk_status space_create_unlocked(struct kvk_cache *cache,
     }
     for (uint32_t i = 0; i < request->group_count; i++) {
         struct kvk_group *group;
-        enum kvk_status status =
-            kvk_group_create(cache, space, i, &request->groups[i], &group, error);
+        enum kvk_status status = kvk_group_create(cache, space, i, &request->groups[i],
+                                                  request->disk_formats[i], &group, error);
         if (status != KVK_OK) {
             space_destroy_unlocked(cache, space);
             return status;

@@ -52,6 +52,9 @@ struct kvk_space_request {
     uint32_t block_tokens;
     struct kvk_geometry groups[KVK_GROUP_COUNT_MAX]; /* block_tokens and shards as the space's */
     uint32_t group_count;
+    enum kvk_format disk_formats[KVK_GROUP_COUNT_MAX]; /* in which blocks lie on disk. NONE: in the
+                                                          group's own; of a space that exists, as
+                                                          it is */
     double flops_per_token;
     double flops_per_token_position;
     double flops_per_second;
@@ -73,6 +76,8 @@ struct kvk_space_reply {
         uint64_t block_bytes;
         uint32_t shard_count;
         uint64_t shard_bytes[KVK_SHARD_COUNT_MAX];
+        enum kvk_format disk_format; /* NONE: the group's own */
+        uint64_t disk_block_bytes;   /* in that format; 0: none lies on disk */
         uint32_t rank_count;
         uint32_t rank_shard[KVK_SHARD_COUNT_MAX];
     } groups[KVK_GROUP_COUNT_MAX];

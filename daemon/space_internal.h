@@ -20,11 +20,13 @@ KVK_CHECKED enum kvk_status kvk_identity_encode(const struct kvk_identity *ident
  * groups are there. */
 void kvk_space_weigh(struct kvk_space *space);
 
-/* A group with its regions and tables, known to nobody yet. Without the lock. KVK_EXHAUSTED: no
- * memory, or one block is larger than every pool. */
+/* A group with its regions and tables, known to nobody yet; on disk in a format that was checked
+ * (tier_form.h). Without the lock. KVK_EXHAUSTED: no memory, or one block is larger than every
+ * pool. */
 KVK_CHECKED enum kvk_status kvk_group_create(struct kvk_cache *cache, struct kvk_space *space,
                                              uint32_t index, const struct kvk_geometry *geometry,
-                                             struct kvk_group **group, struct kvk_error *error);
+                                             enum kvk_format disk_format, struct kvk_group **group,
+                                             struct kvk_error *error);
 
 /* Free it, when no block, slot or punch of it is left: memory first, then its budget. Without the
  * lock. NULL is fine. */

@@ -40,15 +40,17 @@ static size_t checksums_size(const struct kvk_group *group, uint32_t slots)
     return (size_t)slots * group->shard_count * sizeof(uint64_t);
 }
 
-/* What one block of the group is worth per byte against blocks of other spaces. */
-static float weight_of(const struct kvk_space *space)
+/* What one block of the space is worth per byte in the tier, against blocks of other spaces. */
+static float weight_of(const struct kvk_space *space, int tier)
 {
-    if (space->flops_per_token <= 0) {
-        return (float)DEFAULT_FLOPS_PER_BYTE;
-    }
+    double own_bytes = 0;
     double bytes = 0;
     for (uint32_t i = 0; i < space->group_count; i++) {
-        bytes += (double)kvk_geometry_block_bytes(&space->groups[i]->geometry);
+        own_bytes += (double)space->groups[i]->block_bytes;
+        bytes += (double)space->groups[i]->forms[tier].block_bytes;
+    }
+    if (space->flops_per_token <= 0) {
+        return (float)(DEFAULT_FLOPS_PER_BYTE * (own_bytes / bytes));
     }
     double half = space->block_tokens / 2.0;
     double flops =
@@ -58,10 +60,10 @@ static float weight_of(const struct kvk_space *space)
 
 void kvk_space_weigh(struct kvk_space *space)
 {
-    float weight = weight_of(space);
-    KVK_ASSERT(weight > 0 && isfinite(weight));
-    for (uint32_t i = 0; i < space->group_count; i++) {
-        for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
+    for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
+        float weight = weight_of(space, tier);
+        KVK_ASSERT(weight > 0 && isfinite(weight));
+        for (uint32_t i = 0; i < space->group_count; i++) {
             struct kvk_group_tier *at = &space->groups[i]->tiers[tier];
             at->queue.weight = weight;
             at->clean.weight = weight;
@@ -285,8 +287,8 @@ static void memory_destroy(struct kvk_cache *cache, struct kvk_group *group)
 }
 
 enum kvk_status kvk_group_create(struct kvk_cache *cache, struct kvk_space *space, uint32_t index,
-                                 const struct kvk_geometry *geometry, struct kvk_group **result,
-                                 struct kvk_error *error)
+                                 const struct kvk_geometry *geometry, enum kvk_format disk_format,
+                                 struct kvk_group **result, struct kvk_error *error)
 {
     KVK_ASSERT(kvk_locks_held() == 0);
     struct kvk_group *group = calloc(1, sizeof(*group));
@@ -302,6 +304,10 @@ enum kvk_status kvk_group_create(struct kvk_cache *cache, struct kvk_space *spac
         group->shard_bytes[shard] = kvk_geometry_shard_bytes(geometry, shard);
     }
     group->block_bytes = kvk_geometry_block_bytes(geometry);
+    for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
+        kvk_tier_form_init(&group->forms[tier], geometry,
+                           tier == KVK_TIER_DISK ? disk_format : KVK_FORMAT_NONE);
+    }
     group->windowed = geometry->window > 0;
     space->groups[index] = group;
 

@@ -41,6 +41,13 @@ static double tolerance_of(enum kvk_format format)
     return 0;
 }
 
+/* Either of two may have been on disk, where another format rounds more. */
+static double group_tolerance(const struct kvk_group *group, enum kvk_format own)
+{
+    return fmax(tolerance_of(own),
+                tolerance_of(kvk_tier_form_format(&group->forms[KVK_TIER_DISK])));
+}
+
 /* Relative L2 distance of two parts: 0 where they are equal, about 1.4 where they have nothing to
  * do with each other. A NaN equals a NaN only: else infinite. Which way tokens and heads lie makes
  * no difference where values have no scales beside them; where they have, heads come first. */
@@ -82,17 +89,17 @@ static bool part_differs(struct comparison *comparison, uint32_t shard, uint32_t
 {
     const struct kvk_geometry *geometry = &comparison->group->geometry;
     const struct kvk_part part = kvk_geometry_part(geometry, shard, is_value);
-    enum kvk_format format = part.format;
+    double tolerance = group_tolerance(comparison->group, part.format);
     double distance =
         distance_of(&part, comparison->ours[shard] + begin, comparison->winner[shard] + begin);
-    if (distance <= tolerance_of(format)) {
+    if (distance <= tolerance) {
         return false;
     }
     comparison->found.shard = shard;
     comparison->found.layer = kvk_geometry_shard_first_layer(geometry, shard) + layer;
     comparison->found.is_value = is_value;
     comparison->found.distance = distance;
-    comparison->found.tolerance = tolerance_of(format);
+    comparison->found.tolerance = tolerance;
     return true;
 }
 

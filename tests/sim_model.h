@@ -88,6 +88,7 @@ struct sim {
     struct kvk_caller callers[2]; /* by tenant */
     uint64_t space_ids[SPACES];
     struct kvk_geometry groups[SPACES][2];
+    enum kvk_format disk_formats[SPACES][2];
     uint32_t group_counts[SPACES];
     uint32_t rank_counts[SPACES];
     double flops_per_second[SPACES];
@@ -154,9 +155,21 @@ static uint64_t prefix_fold(uint64_t prefix, uint32_t token)
     return mix(prefix * UINT64_C(0x9e3779b97f4a7c15) + token + 1);
 }
 
-static uint64_t word_of(uint64_t prefix, uint32_t group, uint32_t rank, uint32_t part)
+static uint64_t word_of(uint32_t space, uint64_t prefix, uint32_t group, uint32_t rank,
+                        uint32_t part)
 {
-    return mix(prefix + group * 1000003u + rank * 10007u + part * 101u + 1);
+    uint64_t word = mix(prefix + group * 1000003u + rank * 10007u + part * 101u + 1);
+    enum kvk_format format = sim.disk_formats[space][group];
+    if (format != KVK_FORMAT_NONE) {
+        /* Values that a compact format gives back to the bit: its largest, its negative, and 0. */
+        const float most = format == KVK_FORMAT_FP8_E4M3 ? 448.0F : 127.0F;
+        const float values[2] = {most * (float)((int)(word % 3) - 1),
+                                 most * (float)((int)(word / 3 % 3) - 1)};
+        const float none = 0.0F; /* not -0 */
+        memcpy(&word, values[0] == 0 ? &none : &values[0], sizeof none);
+        memcpy((uint8_t *)&word + sizeof none, values[1] == 0 ? &none : &values[1], sizeof none);
+    }
+    return word;
 }
 
 static void prefixes_make(uint32_t space, uint32_t salt, const uint32_t *tokens, uint64_t count,
@@ -384,7 +397,7 @@ static bool sequence_write(struct sim_sequence *sequence, uint32_t rank)
     for (uint64_t t = sequence->rank_sealed[rank]; t < sequence->length; t++) {
         for (uint32_t g = 0; g < sim.group_counts[space]; g++) {
             for (uint32_t part = 0; part < 2; part++) {
-                uint64_t word = word_of(prefixes[t], g, rank, part);
+                uint64_t word = word_of(space, prefixes[t], g, rank, part);
                 struct kvk_write_piece piece = {.group = g,
                                                 .rank = rank,
                                                 .block = t / BLOCK_TOKENS,
@@ -432,7 +445,7 @@ static void block_verify(uint32_t space, uint64_t session_id, uint64_t sequence_
         for (uint32_t part = 0; part < 2; part++) {
             uint64_t word;
             memcpy(&word, data + row_offset(t, part), sizeof word);
-            SIM_ASSERT(word == word_of(prefixes[t], group, rank, part));
+            SIM_ASSERT(word == word_of(space, prefixes[t], group, rank, part));
         }
     }
     sim.reads++;

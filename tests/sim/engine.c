@@ -585,6 +585,9 @@ static void space_open(uint32_t s, enum kvk_partial_reuse reuse)
     request.identity.parts[KVK_IDENTITY_MODEL - 1] =
         (struct kvk_view){(const uint8_t *)"same for both", 13 - (s == 1 ? 1 : 0)};
     memcpy(request.groups, sim.groups[s], sizeof sim.groups[s]);
+    if (sim.space_ids[s] == 0 || chance(0.5)) { /* of one that is there, as it is */
+        memcpy(request.disk_formats, sim.disk_formats[s], sizeof sim.disk_formats[s]);
+    }
     struct kvk_space_reply reply;
     struct kvk_caller caller = *caller_of(s);
     caller.may_block = true;
@@ -744,6 +747,12 @@ static void spaces_open(void)
         sim.groups[s][0] = geometry(sim.rank_counts[s], 0, 0);
         sim.groups[s][1] = geometry(sim.rank_counts[s], 9, 4);
         sim.flops_per_second[s] = chance(0.7) ? 0 : 1e6;
+        bool compact = chance(0.4);
+        for (uint32_t g = 0; compact && g < sim.group_counts[s]; g++) {
+            static const enum kvk_format formats[] = {KVK_FORMAT_NONE, KVK_FORMAT_FP8_E4M3,
+                                                      KVK_FORMAT_INT8_CHANNEL};
+            sim.disk_formats[s][g] = formats[pick(3)];
+        }
         sim.partial_reuse[s] = chance(0.6);
         space_open(s, sim.partial_reuse[s] ? KVK_PARTIAL_REUSE_ON : KVK_PARTIAL_REUSE_AS_IT_IS);
     }
@@ -826,7 +835,7 @@ static void seed_run(uint64_t seed, uint64_t events)
     printf("seed %llu: device %llu, host %llu bytes, %s: %llu events (%llu in between), %llu hits "
            "(%llu in part, %llu given up), "
            "%llu reads, %llu swaps, %llu refusals, %llu ends, %llu faults, disk %llu bytes%s, "
-           "%llu written, %llu restored, %llu faults\n",
+           "%llu written, %llu restored (%llu widened), %llu faults\n",
            (unsigned long long)seed, (unsigned long long)sim.config.device_bytes,
            (unsigned long long)sim.config.host_bytes,
            sim.config.policy == KVK_EVICT_LRU ? "lru" : "rp-cost", (unsigned long long)sim.done,
@@ -839,6 +848,7 @@ static void seed_run(uint64_t seed, uint64_t events)
            sim.catalogue != NULL ? " recorded" : "",
            (unsigned long long)sim.cache->stats.disk_written_blocks,
            (unsigned long long)sim.cache->stats.disk_restored_blocks,
+           (unsigned long long)sim.cache->stats.disk_widened_blocks,
            (unsigned long long)sim.disk_faults);
     fflush(stdout);
     SIM_ASSERT(events < 10000 || (sim.hits > 0 && sim.reads > 0 && sim.refusals > 0));
