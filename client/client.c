@@ -264,6 +264,9 @@ enum kvk_status kvkeep_space_open(struct kvkeep_client *client,
     Kvkeep__V1__LayerGroup *pointers[KVK_GROUP_COUNT_MAX];
     for (uint32_t g = 0; g < options->group_count; g++) {
         groups[g] = group_message(&options->groups[g]);
+        groups[g].disk_format =
+            (Kvkeep__V1__Format)(options->disk_formats == NULL ? KVK_FORMAT_NONE
+                                                               : options->disk_formats[g]);
         pointers[g] = &groups[g];
     }
     Kvkeep__V1__Identity identity = identity_message(&options->identity);

@@ -101,8 +101,10 @@ struct kvkeep_space_options {
     uint32_t block_tokens;
     const struct kvk_geometry *groups; /* [group_count]; block_tokens and shards as here */
     uint32_t group_count;
-    uint32_t tensor_shards;   /* 0: 1 */
-    uint32_t pipeline_shards; /* 0: 1 */
+    const enum kvk_format *disk_formats; /* [group_count] compact, in which blocks lie on disk; NONE
+                                            as the groups' own. NULL: all of them */
+    uint32_t tensor_shards;              /* 0: 1 */
+    uint32_t pipeline_shards;            /* 0: 1 */
     double flops_per_token;
     double flops_per_token_position;
     double flops_per_second;

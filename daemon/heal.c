@@ -46,8 +46,7 @@ static bool is_possible(const struct kvk_cache *cache, const struct kvk_block *b
     const struct kvk_group *group = kvk_group_of(cache, block);
     /* A compact copy gives no sealed bytes back, and whoever holds the block was promised them. */
     return group->disk != NULL && group->disk->file != NULL &&
-           !group->forms[KVK_TIER_DISK].compact &&
-           !kvk_disk_bit(&cache->disk_tier->restoring, id);
+           !group->forms[KVK_TIER_DISK].compact && !kvk_disk_bit(&cache->disk_tier->restoring, id);
 }
 
 static void healing_begin(struct kvk_cache *cache, uint32_t id, enum kvk_tier tier,

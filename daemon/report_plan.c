@@ -60,6 +60,34 @@ enum kvk_status kvk_plan_capacity(const struct kvk_geometry *groups, uint32_t gr
     return kvk_capacity_check(capacity, error);
 }
 
+/* Values of K and V of one token, all groups and ranks. */
+static uint64_t token_values(const struct kvk_capacity *capacity)
+{
+    uint64_t values = 0;
+    for (uint32_t i = 0; i < capacity->group_count; i++) {
+        const struct kvk_capacity_layers *layers = &capacity->groups[i];
+        values += (uint64_t)layers->layers * layers->kv_heads *
+                  ((uint64_t)layers->head_size_k + layers->head_size_v);
+    }
+    return values;
+}
+
+/* By the formulas; where the tier has several formats, group by group. */
+static uint64_t tier_token_bytes(const struct kvk_geometry *groups, uint32_t group_count,
+                                 uint64_t encoder_tokens)
+{
+    struct kvk_capacity capacity;
+    if (kvk_plan_capacity(groups, group_count, encoder_tokens, &capacity, NULL) == KVK_OK) {
+        return kvk_capacity_token_bytes(&capacity);
+    }
+    uint64_t bytes = 0;
+    for (uint32_t g = 0; g < group_count; g++) {
+        bytes +=
+            groups[g].attention == KVK_ATTENTION_CROSS ? 0 : kvk_geometry_token_bytes(&groups[g]);
+    }
+    return bytes;
+}
+
 static void measure(const struct kvk_cache *cache, const struct kvk_space *space,
                     struct kvk_plan_space *result)
 {
@@ -80,7 +108,7 @@ enum kvk_status kvk_report_plan(struct kvk_cache *cache, const struct kvk_caller
                                 uint64_t space_id, uint64_t encoder_tokens,
                                 struct kvk_plan_space *result, struct kvk_error *error)
 {
-    struct kvk_geometry groups[KVK_GROUP_COUNT_MAX];
+    struct kvk_geometry groups[KVK_TIER_COUNT][KVK_GROUP_COUNT_MAX];
     struct kvk_scope scope;
     *result = (struct kvk_plan_space){.capacity = {.group_count = 0}};
     enum kvk_status status =
@@ -97,14 +125,19 @@ enum kvk_status kvk_report_plan(struct kvk_cache *cache, const struct kvk_caller
     }
     uint32_t group_count = space->group_count;
     for (uint32_t g = 0; g < group_count; g++) {
-        groups[g] = space->groups[g]->geometry;
+        for (int i = 0; i < KVK_TIER_COUNT; i++) {
+            groups[i][g] = space->groups[g]->forms[i].geometry;
+        }
     }
     measure(cache, space, result);
     kvk_unlock(&cache->lock);
-    status = kvk_plan_capacity(groups, group_count, encoder_tokens, &result->capacity, error);
+    status = kvk_plan_capacity(groups[KVK_TIER_DEVICE], group_count, encoder_tokens,
+                               &result->capacity, error);
     for (int i = 0; i < KVK_TIER_COUNT && status == KVK_OK; i++) {
-        result->tiers[i].planned_bytes =
-            result->tiers[i].tokens * kvk_capacity_token_bytes(&result->capacity);
+        struct kvk_plan_tier *tier = &result->tiers[i];
+        tier->values = tier->tokens * token_values(&result->capacity);
+        tier->planned_bytes =
+            tier->tokens * tier_token_bytes(groups[i], group_count, encoder_tokens);
     }
     return status;
 }

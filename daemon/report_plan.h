@@ -19,7 +19,8 @@ struct kvk_plan_tier {
     uint64_t blocks;        /* whole copies, of all groups */
     uint64_t tokens;        /* that they stand for: those of the group that has most */
     uint64_t used_bytes;    /* slots taken, those of unfinished blocks too */
-    uint64_t planned_bytes; /* what so many tokens take by the formulas */
+    uint64_t planned_bytes; /* what so many tokens take by the formulas, in the tier's format */
+    uint64_t values;        /* of K and V that so many tokens have */
     uint64_t limit_bytes;   /* of the tier, all spaces together */
 };
 

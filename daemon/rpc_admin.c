@@ -160,10 +160,10 @@ static void fill_occupancy_row(Kvkeep__V1__OccupancyRow *row, Kvkeep__V1__BlockC
     row->block_bytes = report->block_bytes;
     row->device_blocks = report->tier_blocks[KVK_TIER_DEVICE];
     row->host_blocks = report->tier_blocks[KVK_TIER_HOST];
-    row->device_bytes = report->tier_blocks[KVK_TIER_DEVICE] * report->block_bytes;
-    row->host_bytes = report->tier_blocks[KVK_TIER_HOST] * report->block_bytes;
+    row->device_bytes = report->tier_bytes[KVK_TIER_DEVICE];
+    row->host_bytes = report->tier_bytes[KVK_TIER_HOST];
     row->disk_blocks = report->tier_blocks[KVK_TIER_DISK];
-    row->disk_bytes = report->tier_blocks[KVK_TIER_DISK] * report->block_bytes;
+    row->disk_bytes = report->tier_bytes[KVK_TIER_DISK];
     counts->reserved = report->state_counts[KVK_BLOCK_RESERVED];
     counts->active = report->state_counts[KVK_BLOCK_ACTIVE];
     counts->sealed = report->state_counts[KVK_BLOCK_SEALED];

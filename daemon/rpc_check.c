@@ -466,6 +466,12 @@ static enum kvk_status space_groups(const Kvkeep__V1__OpenSpaceRequest *message,
                                         .groups = message->groups,
                                         .group_count = message->n_groups};
     enum kvk_status status = kvk_rpc_check_groups(&shape, request->groups, error);
+    for (size_t i = 0; i < message->n_groups && status == KVK_OK; i++) {
+        field_name field;
+        status = kvk_rpc_check_format(message->groups[i]->disk_format, true,
+                                      field_at(field, "groups", i, "disk_format"),
+                                      &request->disk_formats[i], error);
+    }
     request->block_tokens = message->block_tokens;
     request->group_count = status == KVK_OK ? (uint32_t)message->n_groups : 0;
     return status;

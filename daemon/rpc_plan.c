@@ -97,6 +97,10 @@ static void fill_tier(Kvkeep__V1__MeasuredTier *row, int tier, const struct kvk_
     row->planned_bytes = measured->planned_bytes;
     row->bytes_per_token =
         measured->tokens > 0 ? (double)measured->used_bytes / (double)measured->tokens : 0;
+    if (measured->values > 0) {
+        row->planned_bytes_per_value = (double)measured->planned_bytes / (double)measured->values;
+        row->bytes_per_value = (double)measured->used_bytes / (double)measured->values;
+    }
 }
 
 KVK_RPC_HANDLER(kvk_rpc_plan)

@@ -289,19 +289,33 @@ static const char *space_layers(const Kvkeep__V1__SpaceInfo *space)
     line[0] = '\0';
     for (size_t g = 0; g < space->n_groups && at < sizeof line; g++) {
         const Kvkeep__V1__LayerGroup *group = space->groups[g];
-        int wrote = snprintf(line + at, sizeof line - at, "%s%ux%ux%u%s", g == 0 ? "" : " + ",
+        bool on_disk = group->disk_format != KVKEEP__V1__FORMAT__FORMAT_NONE;
+        int wrote = snprintf(line + at, sizeof line - at, "%s%ux%ux%u%s%s%s", g == 0 ? "" : " + ",
                              group->layers, group->kv_heads, group->head_size_k,
-                             group->window > 0 ? " windowed" : "");
+                             group->window > 0 ? " windowed" : "", on_disk ? ", disk " : "",
+                             on_disk ? kvk_format_name((enum kvk_format)group->disk_format) : "");
         at += wrote < 0 ? 0 : (size_t)wrote;
     }
     return line;
+}
+
+/* Of each group the format on disk, or null where that is its own. */
+static json_t *space_disk_formats(const Kvkeep__V1__SpaceInfo *space)
+{
+    json_t *list = json_array();
+    for (size_t g = 0; g < space->n_groups; g++) {
+        enum kvk_format format = (enum kvk_format)space->groups[g]->disk_format;
+        json_array_append_new(
+            list, format == KVK_FORMAT_NONE ? json_null() : json_string(kvk_format_name(format)));
+    }
+    return list;
 }
 
 static json_t *space_json(const Kvkeep__V1__SpaceInfo *space)
 {
     ProtobufCBinaryData none = {0};
     return json_pack(
-        "{s:I, s:o, s:o, s:o, s:i, s:i, s:i, s:I, s:I, s:I, s:I, s:I, s:I, s:b, s:s, s:b}",
+        "{s:I, s:o, s:o, s:o, s:i, s:i, s:i, s:I, s:I, s:I, s:I, s:I, s:I, s:b, s:s, s:b, s:o}",
         "space_id", (json_int_t)space->space_id, "tenant", ctl_json_text(space->tenant), "model",
         ctl_json_text(space->identity == NULL ? none : space->identity->model), "revision",
         ctl_json_text(space->identity == NULL ? none : space->identity->revision), "block_tokens",
@@ -310,7 +324,8 @@ static json_t *space_json(const Kvkeep__V1__SpaceInfo *space)
         (json_int_t)space->bytes, "queries", (json_int_t)space->queries, "query_tokens",
         (json_int_t)space->query_tokens, "hit_tokens", (json_int_t)space->hit_tokens, "generation",
         (json_int_t)space->generation, "is_public", space->is_public, "mode",
-        ctl_mode_name(space->mode), "partial_reuse", space->partial_reuse);
+        ctl_mode_name(space->mode), "partial_reuse", space->partial_reuse, "disk_formats",
+        space_disk_formats(space));
 }
 
 int ctl_spaces(const struct ctl_options *options, int argc, char **argv)

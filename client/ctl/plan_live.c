@@ -19,11 +19,13 @@ static void answer_json(uint64_t space_id, const Kvkeep__V1__PlanResponse *plan)
         const Kvkeep__V1__MeasuredTier *tier = plan->measured[i];
         (void)json_array_append_new(
             measured,
-            json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:f}", "tier", tier_name(tier->tier),
-                      "limit_bytes", (json_int_t)tier->limit_bytes, "blocks",
+            json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:f}", "tier",
+                      tier_name(tier->tier), "limit_bytes", (json_int_t)tier->limit_bytes, "blocks",
                       (json_int_t)tier->blocks, "tokens", (json_int_t)tier->tokens, "used_bytes",
                       (json_int_t)tier->used_bytes, "planned_bytes",
-                      (json_int_t)tier->planned_bytes, "bytes_per_token", tier->bytes_per_token));
+                      (json_int_t)tier->planned_bytes, "bytes_per_token", tier->bytes_per_token,
+                      "planned_bytes_per_value", tier->planned_bytes_per_value, "bytes_per_value",
+                      tier->bytes_per_value));
     }
     ctl_json_print(json_pack(
         "{s:o, s:I, s:I, s:f, s:I, s:I, s:I, s:I, s:I, s:I, s:o}", "space_id",
@@ -38,8 +40,8 @@ static void answer_json(uint64_t space_id, const Kvkeep__V1__PlanResponse *plan)
 
 static void answer_print(const struct plan_live *live, const Kvkeep__V1__PlanResponse *plan)
 {
-    static const char *const titles[] = {"-tier",   "limit",    "blocks",  "tokens",
-                                         "planned", "measured", "a token", "of the plan"};
+    static const char *const titles[] = {"-tier",    "limit",   "blocks",  "tokens",     "planned",
+                                         "measured", "a token", "a value", "of the plan"};
     (void)printf("%s bytes a token, %s a rank; %.3f bytes a value\n",
                  ctl_count(plan->bytes_per_token), ctl_count(plan->bytes_per_token_per_rank),
                  plan->bytes_per_value);
@@ -61,15 +63,18 @@ static void answer_print(const struct plan_live *live, const Kvkeep__V1__PlanRes
         }
         char share[32] = "-";
         char token[32] = "-";
+        char value[48] = "-";
         if (tier->tokens > 0) {
             (void)snprintf(token, sizeof(token), "%.0f B", tier->bytes_per_token);
+            (void)snprintf(value, sizeof(value), "%.3f B (%.3f)", tier->bytes_per_value,
+                           tier->planned_bytes_per_value);
             (void)snprintf(share, sizeof(share), "%.3f",
                            (double)tier->used_bytes / (double)tier->planned_bytes);
         }
-        ctl_table_row(&table, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s", tier_name(tier->tier),
+        ctl_table_row(&table, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s", tier_name(tier->tier),
                       ctl_bytes(tier->limit_bytes), ctl_count(tier->blocks),
                       ctl_count(tier->tokens), ctl_bytes(tier->planned_bytes),
-                      ctl_bytes(tier->used_bytes), token, share);
+                      ctl_bytes(tier->used_bytes), token, value, share);
     }
     ctl_table_print(&table);
 }

@@ -5,7 +5,8 @@
  * and nothing of kvkeep, and through the daemon, with whatever that brings: prefixes that others
  * computed, a swap out and in half-way, beams that fork, drafts of which half are rejected,
  * attention computed by the daemon. The greedy tokens must be the same wherever the two best logits
- * differ by more than 1e-4; nearer ties are counted and shown.
+ * differ by more than 1e-4; nearer ties are counted and shown. With --disk-format, blocks that come
+ * back from disk are rounded: then by more than what that moves logits.
  *
  * What a worker does, in the order of this file: a model; K/V in mapped slots; attention over what
  * is cached (read from the slots, or asked of the daemon) merged by log-sum-exp with the chunk at
@@ -35,6 +36,11 @@ enum {
 #define QUERY_WIDTH (QUERY_HEADS * HEAD_SIZE)
 #define KV_WIDTH (KV_HEADS * HEAD_SIZE)
 #define TIE 1e-4F
+/* Where blocks come back from disk in a compact format, logits differ by its rounding. */
+#define TIE_INT8 0.1F
+#define TIE_FP8 0.4F
+
+static float tie_margin = TIE; /* set once, at the start */
 
 /* ================= the model ================= */
 
@@ -173,7 +179,7 @@ static uint32_t best_token(const float *logits, bool *tie)
     }
     *tie = false;
     for (uint32_t t = 0; t < VOCABULARY; t++) {
-        *tie |= t != best && logits[best] - logits[t] <= TIE;
+        *tie |= t != best && logits[best] - logits[t] <= tie_margin;
     }
     return best;
 }
@@ -736,6 +742,7 @@ static bool run_prompt(struct worker *worker, enum scenario scenario, const uint
 
 struct settings {
     const char *target;
+    enum kvk_format disk_format; /* NONE: as in memory */
     uint64_t prompts;
     uint64_t seed;
     bool partial; /* hits may end within a block */
@@ -765,6 +772,7 @@ static bool worker_open(struct worker *worker, const struct settings *settings)
         .block_tokens = BLOCK_TOKENS,
         .groups = &geometry,
         .group_count = 1,
+        .disk_formats = &settings->disk_format,
         .flops_per_token = 2.0 * sizeof(struct layer) / sizeof(float) * LAYERS,
         .flops_per_token_position = 4.0 * LAYERS * QUERY_WIDTH,
         .partial_reuse = settings->partial ? KVKEEP_PARTIAL_REUSE_ON : KVKEEP_PARTIAL_REUSE_OFF,
@@ -840,14 +848,30 @@ static int report(const struct worker *worker, const struct settings *settings,
     return 0;
 }
 
+/* Of the compact formats, those that heads of HEAD_SIZE can be held in. */
+static bool disk_format_parse(struct settings *settings, const char *name)
+{
+    if (strcmp(name, kvk_format_name(KVK_FORMAT_INT8_CHANNEL)) == 0) {
+        settings->disk_format = KVK_FORMAT_INT8_CHANNEL;
+        tie_margin = TIE_INT8;
+        return true;
+    }
+    settings->disk_format = KVK_FORMAT_FP8_E4M3;
+    tie_margin = TIE_FP8;
+    return strcmp(name, kvk_format_name(KVK_FORMAT_FP8_E4M3)) == 0;
+}
+
 static bool settings_parse(struct settings *settings, int argc, char **argv)
 {
-    static const struct option options[] = {
-        {"connect", required_argument, NULL, 'c'}, {"prompts", required_argument, NULL, 'n'},
-        {"seed", required_argument, NULL, 's'},    {"partial", no_argument, NULL, 'p'},
-        {"help", no_argument, NULL, 'h'},          {NULL, 0, NULL, 0}};
+    static const struct option options[] = {{"connect", required_argument, NULL, 'c'},
+                                            {"prompts", required_argument, NULL, 'n'},
+                                            {"seed", required_argument, NULL, 's'},
+                                            {"partial", no_argument, NULL, 'p'},
+                                            {"disk-format", required_argument, NULL, 'd'},
+                                            {"help", no_argument, NULL, 'h'},
+                                            {NULL, 0, NULL, 0}};
     for (;;) {
-        int option = getopt_long(argc, argv, "c:n:s:ph", options, NULL);
+        int option = getopt_long(argc, argv, "c:n:s:pd:h", options, NULL);
         char *end = NULL;
         if (option == -1) {
             return optind == argc;
@@ -859,6 +883,8 @@ static bool settings_parse(struct settings *settings, int argc, char **argv)
             settings->seed = strtoull(optarg, &end, 10);
         } else if (option == 'p') {
             settings->partial = true;
+        } else if (option == 'd' && disk_format_parse(settings, optarg)) {
+            continue;
         } else {
             return false;
         }
@@ -874,8 +900,10 @@ int main(int argc, char **argv)
     if (!settings_parse(&settings, argc, argv)) {
         (void)fprintf(
             stderr, "usage: tiny_llama [--connect unix:PATH] [--prompts N] [--seed N] [--partial]\n"
+                    "                  [--disk-format int8_channel|fp8_e4m3]\n"
                     "Generates every prompt with and without kvkeepd and compares the tokens.\n"
-                    "--partial: hits may end within a block.\n"
+                    "--partial: hits may end within a block. --disk-format: blocks that come back\n"
+                    "from disk are rounded.\n"
                     "Exit code: 0 they agree, 1 they do not or the daemon failed, 2 usage.\n");
         return 2;
     }

@@ -111,6 +111,7 @@ class LayerGroup:
     window: int = 0       # tokens that a query sees back, itself counted; 0: all
     sinks: int = 0
     opaque_bytes: int = 0
+    disk_format: Format = Format.NONE  # in which blocks lie on disk; NONE: as in memory
 
     @property
     def value_size(self) -> int:
@@ -135,7 +136,7 @@ class LayerGroup:
             head_size_v=self.value_size, format_k=int(self.format_k),
             format_v=int(self.value_format), layout=int(self.layout),
             attention=int(self.attention), latent=self.latent, window=self.window,
-            sinks=self.sinks)
+            sinks=self.sinks, disk_format=int(self.disk_format))
 
 
 @dataclasses.dataclass(frozen=True)
