@@ -108,14 +108,14 @@ class Machine:
                 stdout=log, stderr=log)
 
     def daemon_start(self, config):
-        self.daemon = Daemon(self, config)
+        self.daemon = Daemon(self, config, f"daemon-{self.index + 1}")
         return self.daemon
 
 
 class Daemon:
-    def __init__(self, machine, config):
+    def __init__(self, machine, config, name):
         self.machine = machine
-        self.folder = machine.house.folder / f"daemon-{machine.index + 1}"
+        self.folder = machine.house.folder / name
         self.folder.mkdir(exist_ok=True)
         self.socket = str(self.folder / "k.sock")
         self.target = "unix:" + self.socket
