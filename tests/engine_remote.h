@@ -50,6 +50,27 @@ static inline bool remote_answers(const struct remote_server *server)
     return connected;
 }
 
+/* A port that nobody has, below those that the kernel gives to connections. */
+static inline unsigned remote_port(void)
+{
+    struct kvk_random random;
+    kvk_random_init(&random, (uint64_t)getpid() * 1000003 + (uint64_t)time(NULL));
+    for (int i = 0; i < 1000; i++) {
+        struct sockaddr_in address = {.sin_family = AF_INET,
+                                      .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+        unsigned port = (unsigned)kvk_random_between(&random, 20000, 32000);
+        address.sin_port = htons((uint16_t)port);
+        int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        bool is_free = bind(fd, (struct sockaddr *)&address, sizeof(address)) == 0;
+        (void)close(fd);
+        if (is_free) {
+            return port;
+        }
+    }
+    cr_assert_fail("no port is free");
+    return 0;
+}
+
 /* Empty, on the server's port; ends with this process. */
 static inline void remote_server_run(struct remote_server *server)
 {
@@ -92,7 +113,7 @@ static inline void remote_server_start(struct remote_server *server)
         0) {
         cr_skip_test("redis-server is not installed");
     }
-    *server = (struct remote_server){.port = 34000 + (unsigned)getpid() % 20000};
+    *server = (struct remote_server){.port = remote_port()};
     (void)snprintf(server->folder, sizeof(server->folder), "/tmp/kvkeep-remote.XXXXXX");
     cr_assert_not_null(mkdtemp(server->folder));
     (void)snprintf(path, sizeof(path), "%s/key", server->folder);
@@ -170,6 +191,32 @@ static inline void node_init(struct stage *node, const struct remote_server *ser
     remote->generation_ms = 200;
 }
 
+static inline struct kvk_remote_report node_report(struct stage *node)
+{
+    struct kvk_remote_report report;
+    kvk_lock(&node->house.cache->lock);
+    kvk_remote_report(node->house.cache, &report);
+    kvk_unlock(&node->house.cache->lock);
+    return report;
+}
+
+/* Until a figure of the report is as wanted. */
+#define NODE_UNTIL(node, condition)                                                                \
+    do {                                                                                           \
+        struct kvk_remote_report report = node_report(node);                                       \
+        for (int tries_ = 0; tries_ < REMOTE_WAIT_MS / 5 && !(condition); tries_++) {              \
+            house_sleep_ms(5);                                                                     \
+            report = node_report(node);                                                            \
+        }                                                                                          \
+        cr_assert(condition, "%s", #condition);                                                    \
+    } while (0)
+
+/* Until the node may use the store: its space's generation is known. */
+static inline void node_ready(struct stage *node)
+{
+    NODE_UNTIL(node, report.spaces > 0 && report.spaces_out == 0);
+}
+
 static inline void node_start_with(struct stage *node, const struct kvk_geometry *groups,
                                    uint32_t group_count, uint64_t host_bytes)
 {
@@ -179,21 +226,13 @@ static inline void node_start_with(struct stage *node, const struct kvk_geometry
     house_start(&node->house, &options);
     node->space = house_space_of(&node->house, &node->house.caller, "m", groups, group_count);
     node->session = house_session(&node->house);
+    node_ready(node); /* before others begin: they learn its number, and it need not theirs */
 }
 
 static inline void node_start(struct stage *node, uint32_t host_blocks)
 {
     const struct kvk_geometry geometry = house_geometry();
     node_start_with(node, &geometry, 1, host_blocks * kvk_geometry_block_bytes(&geometry));
-}
-
-static inline struct kvk_remote_report node_report(struct stage *node)
-{
-    struct kvk_remote_report report;
-    kvk_lock(&node->house.cache->lock);
-    kvk_remote_report(node->house.cache, &report);
-    kvk_unlock(&node->house.cache->lock);
-    return report;
 }
 
 static inline struct kvk_lookup_reply node_lookup(struct stage *node,
@@ -239,23 +278,6 @@ static inline struct kvk_lookup_reply node_settle(struct stage *node,
     }
     cr_assert_fail("the store did not settle");
     return reply;
-}
-
-/* Until a figure of the report is as wanted. */
-#define NODE_UNTIL(node, condition)                                                                \
-    do {                                                                                           \
-        struct kvk_remote_report report = node_report(node);                                       \
-        for (int tries_ = 0; tries_ < REMOTE_WAIT_MS / 5 && !(condition); tries_++) {              \
-            house_sleep_ms(5);                                                                     \
-            report = node_report(node);                                                            \
-        }                                                                                          \
-        cr_assert(condition, "%s", #condition);                                                    \
-    } while (0)
-
-/* Until the node may use the store: its space's generation is known. */
-static inline void node_ready(struct stage *node)
-{
-    NODE_UNTIL(node, report.spaces > 0 && report.spaces_out == 0);
 }
 
 /* A prompt that is cached here, and sent. */
