@@ -27,8 +27,6 @@ struct trap_target {
 /* True: the target gets it right. */
 typedef bool trap_run(const struct trap_target *target);
 
-#define TRAP_LAYER_BYTES_MAX (1 << 20)
-
 /* ---- Cases ---- */
 
 /* Two KV heads, four query heads, fp32, one item that is yet to be filled. */
@@ -579,25 +577,30 @@ static inline bool trap_constant_value(const struct trap_target *target)
 static inline bool trap_far_pages(const struct trap_target *target)
 {
     const uint64_t far_bytes = (UINT64_C(1) << 33) + (UINT64_C(3) << 31) + 4096;
-    uint8_t *pool = mmap(NULL, far_bytes + TRAP_LAYER_BYTES_MAX, PROT_READ | PROT_WRITE,
+    const uint64_t room = UINT64_C(4) << 20;
+    uint8_t *pool = mmap(NULL, far_bytes + room, PROT_READ | PROT_WRITE,
                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    struct gpu_case test;
-    uint8_t *kept[3];
+    bool right = true;
 
     KVK_ASSERT(pool != MAP_FAILED);
-    trap_case(&test, 16);
-    trap_fill(&test, 45, 1, 46);
-    uint64_t page_bytes = gpu_case_page_bytes(&test.attend);
-    memcpy(kept, test.pages[0], sizeof(kept));
-    for (uint64_t i = 0; i < 3; i++) {
-        test.pages[0][i] = pool + far_bytes * (2 - i) / 2;
-        memcpy(test.pages[0][i], kept[i], page_bytes);
+    for (uint32_t block_tokens = 16; block_tokens <= 4096; block_tokens *= 256) {
+        struct gpu_case test;
+        uint8_t *kept[3];
+        trap_case(&test, block_tokens);
+        trap_fill(&test, 2 * block_tokens + 13, 1, 2 * block_tokens + 14);
+        uint64_t page_bytes = gpu_case_page_bytes(&test.attend);
+        KVK_ASSERT(page_bytes <= room);
+        memcpy(kept, test.pages[0], sizeof(kept));
+        for (uint64_t i = 0; i < 3; i++) {
+            test.pages[0][i] = pool + far_bytes * (2 - i) / 2;
+            memcpy(test.pages[0][i], kept[i], page_bytes);
+        }
+        right = right && trap_attend(target, &test) &&
+                gpu_case_output_error(&test) <= target->limit && gpu_case_lse_error(&test) <= 2e-5;
+        memcpy(test.pages[0], kept, sizeof(kept));
+        gpu_case_free(&test);
     }
-    bool right = trap_attend(target, &test) && gpu_case_output_error(&test) <= target->limit &&
-                 gpu_case_lse_error(&test) <= 2e-5;
-    memcpy(test.pages[0], kept, sizeof(kept));
-    gpu_case_free(&test);
-    munmap(pool, far_bytes + TRAP_LAYER_BYTES_MAX);
+    munmap(pool, far_bytes + room);
     return right;
 }
 

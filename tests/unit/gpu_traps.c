@@ -7,6 +7,7 @@
 
 #include "gpu/values.h"
 #include "tests/gpu_traps.h"
+#include "tests/unit/gpu_everywhere.h"
 
 /* ---- A device that can be told to be wrong ---- */
 
@@ -234,11 +235,6 @@ static void merge_without_maximum(float *output, float *lse, const float *other_
     }
 }
 
-static bool within(double error, double limit)
-{
-    return error <= limit;
-}
-
 static bool within_or_nan(double error, double limit)
 {
     return !(error > limit);
@@ -246,40 +242,18 @@ static bool within_or_nan(double error, double limit)
 
 static struct trap_target wrong_target(enum fault *fault)
 {
-    return (struct trap_target){"wrong", fault, wrong_attend, kvk_attend_merge, within, 1e-5};
+    return (struct trap_target){"wrong", fault, wrong_attend, kvk_attend_merge, gpu_within, 1e-5};
 }
 
 /* ---- The kernels ---- */
 
-static enum kvk_status device_attend(void *context, const struct kvk_attend *attend,
-                                     struct kvk_error *error)
-{
-    struct kvk_device *device = context;
-
-    return device->ops->attend(device, attend, error);
-}
-
 static void run_everywhere(const char *what, trap_run *run)
 {
-    static const char *const paths[] = {"plain", "avx2", "avx512", "avx512_bf16"};
     enum fault none = FAULT_NONE;
     const struct trap_target right = wrong_target(&none);
 
     cr_assert(run(&right), "%s fails on a plain loop that is right", what);
-    for (size_t path = 0; path < sizeof(paths) / sizeof(paths[0]); path++) {
-        for (uint32_t threads = 1; threads <= 3; threads += 2) {
-            const struct kvk_device_cpu_options options = {.attend_thread_count = threads,
-                                                           .path = paths[path]};
-            struct kvk_device *device = NULL;
-            if (kvk_device_cpu_open(&options, &device, NULL) != KVK_OK) {
-                continue; /* not on this processor */
-            }
-            const struct trap_target target = {paths[path],      device, device_attend,
-                                               kvk_attend_merge, within, 1e-5};
-            cr_expect(run(&target), "%s: %s, %u threads", what, paths[path], threads);
-            device->ops->close(device);
-        }
-    }
+    gpu_run_everywhere(what, run);
 }
 
 static void sees(const char *what, trap_run *run, enum fault fault)
