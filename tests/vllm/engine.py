@@ -2,6 +2,8 @@
 
     engine.py '{"model": FOLDER, "kvkeep": {…settings} or null, …LLM's arguments}'
 
+With "late" its cache is treated as a GPU's (late_device).
+
 Reads one command a line from stdin, answers one line on the descriptor that was stdout; whatever
 vLLM prints goes to stderr.
 """
@@ -27,14 +29,15 @@ def answer(**values):
 
 
 class Engine:
-    def __init__(self, model, kvkeep, connector=None, **arguments):
+    def __init__(self, model, kvkeep, connector=None, late=False, **arguments):
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
         transfer = None
         if kvkeep is not None:
             transfer = KVTransferConfig(
-                kv_connector="KvkeepConnector", kv_connector_module_path="kvkeep.vllm",
+                kv_connector="LateConnector" if late else "KvkeepConnector",
+                kv_connector_module_path="late_device" if late else "kvkeep.vllm",
                 kv_role="kv_both", kv_load_failure_policy="recompute",
                 kv_connector_extra_config=kvkeep)
         elif connector is not None:

@@ -7,7 +7,7 @@
 
 Settings are vllm_orders.Settings. This module is only the seam between vLLM's interface and the two
 halves, vllm_scheduler and vllm_worker, which do not know vLLM. Written for vLLM 0.32 with caches in
-host memory (CPU builds); a cache on a device is refused at the start.
+host memory (CPU builds) or on CUDA devices (vllm_device); on others it is refused at the start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvkeep import vllm_identity as naming
 from kvkeep.shapes import Format, Layout, LayerGroup, PrefillCost
-from kvkeep.vllm_blocks import EngineLayer, find_order
+from kvkeep.vllm_blocks import ORDER_SIDE_BY_SIDE, EngineLayer, find_order
+from kvkeep.vllm_device import (CudaStreams, DeviceCache, Streams, paged_group, raw_group,
+                                side_view)
 from kvkeep.vllm_orders import LayerShape, Orders, RankShape, Report, Settings
 from kvkeep.vllm_scheduler import Model, Request, SchedulerSide
 from kvkeep.vllm_worker import WorkerSide
@@ -116,19 +118,32 @@ class KvkeepConnector(KVConnectorBase_V1):
             shapes = tuple(dataclasses.replace(shape, order_k=None, order_v=None)
                            for shape in shapes)
         raw = shapes[0].order_k is None
+        if raw and any(tensor.shape[0] != self._kv_cache_config.num_blocks for _, tensor in layers):
+            raise ValueError("kvkeep.vllm: the kernel cuts vLLM's blocks further, in no order "
+                             "known here: give vLLM the kernel's own block size")
         self._shape = RankShape(
             block_tokens, shapes, self._scales_digest([name for name, _ in layers]),
             self._layout_name(layers) if raw else "")
-        groups: list[list[EngineLayer]] = []
-        rows: list[np.ndarray] = []
-        if raw:
+        rank = get_tensor_model_parallel_rank()
+        tensors = [tensor for _, tensor in layers]
+        streams = self._streams(tensors[0].device)
+        if streams is not None:
+            device = _device_cache(streams, tensors, shapes, block_tokens,
+                                   self.settings.block_tokens)
+            self._shape = dataclasses.replace(self._shape, late_saves=True)
+            self.worker = WorkerSide(self.settings, rank, block_tokens, [], [], device)
+        elif raw:
             rows = [tensor.view(torch.uint8).numpy().reshape(tensor.shape[0], -1)
-                    for _, tensor in layers]
+                    for tensor in tensors]
+            self.worker = WorkerSide(self.settings, rank, block_tokens, [], rows)
         else:
-            groups = [[_engine_layer(layers[i][1], shapes[i], block_tokens) for i in members]
+            groups = [[_engine_layer(tensors[i], shapes[i], block_tokens) for i in members]
                       for members in _grouped(shapes)]
-        self.worker = WorkerSide(self.settings, get_tensor_model_parallel_rank(), block_tokens,
-                                 groups, rows)
+            self.worker = WorkerSide(self.settings, rank, block_tokens, groups, [])
+
+    def _streams(self, device: torch.device) -> Streams | None:
+        """None: the cache is in host memory, and is copied by the processor."""
+        return CudaStreams(device) if device.type == "cuda" else None
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return _Handshake(self._shape) if self._shape is not None else None
@@ -239,19 +254,21 @@ class KvkeepConnector(KVConnectorBase_V1):
         return int(group.kv_cache_spec.block_size)
 
     def _layer_shape(self, name: str, tensor: torch.Tensor, block_tokens: int) -> LayerShape:
-        if tensor.device.type != "cpu":
+        if tensor.device.type not in ("cpu", "cuda"):
             raise ValueError(f"kvkeep.vllm: the cache of {name} is on {tensor.device}; this "
-                             "connector is for caches in host memory")
-        if not tensor.is_contiguous():
+                             "connector is for caches in host memory and on CUDA devices")
+        if tensor.device.type == "cpu" and not tensor.is_contiguous():
             raise ValueError(f"kvkeep.vllm: the cache of {name} is not in one piece")
-        block_bytes = tensor.stride(0) * tensor.element_size()
+        block_bytes = tensor[0].numel() * tensor.element_size()
         order = None
         heads = size = 0
-        if self.settings.layout == "auto" and tensor.dtype in FORMATS and tensor.dim() == 4 \
-                and tensor.shape[2] == block_tokens:
+        kernel_tokens = int(tensor.shape[2]) if tensor.dim() == 4 else 0
+        fits = kernel_tokens == block_tokens if tensor.device.type == "cpu" else \
+            kernel_tokens > 0 and block_tokens % kernel_tokens == 0
+        if self.settings.layout == "auto" and tensor.dtype in FORMATS and fits:
             heads, size = int(tensor.shape[1]), int(tensor.shape[3]) // 2
             layer = self._vllm_config.compilation_config.static_forward_context.get(name)
-            order = _probe(tensor, layer, block_tokens, size)
+            order = _probe(tensor, layer, kernel_tokens, size)
         return LayerShape(heads, size, str(tensor.dtype).removeprefix("torch."),
                           order[0] if order else None, order[1] if order else None, block_bytes)
 
@@ -333,23 +350,49 @@ def _probe(like: torch.Tensor, layer: Any, block_tokens: int, size: int
     if impl is None or not hasattr(impl, "do_kv_cache_update"):
         return None
     count = block_tokens * size
-    numbers = torch.arange(count).reshape(block_tokens, 1, size).expand(-1, heads, -1)
-    found = [torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)]
-    scratch = torch.zeros((2, *like.shape[1:]), dtype=like.dtype)
+    device = like.device
+    numbers = torch.arange(count, device=device).reshape(block_tokens, 1, size)
+    numbers = numbers.expand(-1, heads, -1)
+    found = torch.zeros(2 * count, dtype=torch.int64)
+    scratch = torch.empty_strided((2, *like.shape[1:]), like.stride(), dtype=like.dtype,
+                                  device=device)
+    scratch.zero_()
     place = 1
     while place < count:  # digits of base 64: small enough for any format
         values = (numbers // place % 64).to(like.dtype).contiguous()
         # K and V differ, so that a swap of the two would show.
         impl.do_kv_cache_update(layer, values, -values, scratch,
-                                torch.arange(block_tokens) + block_tokens)
-        parts = scratch[1, heads - 1].reshape(-1).float().long().split(count)
-        found[0] += parts[0] * place
-        found[1] += -parts[1] * place
+                                torch.arange(block_tokens, device=device) + block_tokens)
+        found += scratch[1, heads - 1].reshape(-1).float().cpu().long() * place
         place *= 64
-    orders = [find_order(part.numpy(), block_tokens, size) for part in found]
+    rows = found.reshape(block_tokens, 2, size)
+    asked = torch.arange(count).reshape(block_tokens, size)
+    if torch.equal(rows[:, 0], asked) and torch.equal(rows[:, 1], -asked):
+        return ORDER_SIDE_BY_SIDE, ORDER_SIDE_BY_SIDE
+    keys, values = found.split(count)
+    orders = [find_order(part.numpy(), block_tokens, size) for part in (keys, -values)]
     if orders[0] is None or orders[1] is None:
         return None
     return orders[0], orders[1]
+
+
+def _device_cache(streams: Streams, tensors: list[torch.Tensor], shapes: tuple[LayerShape, ...],
+                  engine_block_tokens: int, block_tokens: int) -> DeviceCache:
+    if shapes[0].order_k is None:
+        rows = []
+        for tensor in tensors:
+            if not tensor[0].is_contiguous():
+                raise ValueError("kvkeep.vllm: a block of the cache is in no order known here, nor "
+                                 "in one piece")
+            rows.append(tensor.as_strided((tensor.shape[0], tensor[0].numel()),
+                                          (tensor.stride(0), 1)).view(torch.uint8))
+        return DeviceCache(streams, (raw_group(rows),), engine_block_tokens)
+    groups = []
+    for members in _grouped(shapes):
+        keys = [side_view(tensors[i], shapes[i].order_k, shapes[i].size, False) for i in members]
+        values = [side_view(tensors[i], shapes[i].order_v, shapes[i].size, True) for i in members]
+        groups.append(paged_group(keys, values, block_tokens))
+    return DeviceCache(streams, tuple(groups), engine_block_tokens)
 
 
 # ------------------------------------------------------------- what the model is
@@ -387,7 +430,7 @@ def _model(config: "VllmConfig", settings: Settings, shapes: list[RankShape]) ->
     return Model(
         facts=_facts(config, settings, shape), groups=groups, block_tokens=block_tokens,
         engine_block_tokens=shape.block_tokens, ranks=ranks, prefill_cost=_prefill_cost(config),
-        drafts=config.speculative_config is not None)
+        late_saves=shape.late_saves, drafts=config.speculative_config is not None)
 
 
 def _group(shape: RankShape, members: list[int], ranks: int, total: int) -> LayerGroup:

@@ -1,9 +1,9 @@
 """Where a token's K and V lie: in an engine's paged cache, and in a slot of kvkeep's.
 
 Both sides cut tokens into blocks, of sizes that need not agree, so copies go by pieces that lie
-within one block of either. An engine's block may hold K transposed (token innermost): strided views
-put it into kvkeep's order, [head][token][dim], whichever way it lies. What is in neither order
-("raw") is kept whole, block by block, and never looked into.
+within one block of either. An engine's block may hold K transposed (token innermost), or each
+token's K and V side by side: strided views put it into kvkeep's order, [head][token][dim], however
+it lies. What is in no order known here ("raw") is kept whole, block by block, not looked into.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-__all__ = ["EngineLayer", "ORDER_PLAIN", "ORDER_TRANSPOSED", "Piece", "find_order", "pieces"]
+__all__ = ["EngineLayer", "ORDER_PLAIN", "ORDER_SIDE_BY_SIDE", "ORDER_TRANSPOSED", "Piece",
+           "find_order", "pieces", "steps"]
 
-ORDER_PLAIN = "token, dim"
+ORDER_PLAIN = "token, dim"             # all of K, then all of V
 ORDER_TRANSPOSED = "dim, token"
+ORDER_SIDE_BY_SIDE = "token, K and V"  # of one token K, then V
 
 # A transposing copy of more tokens at a time walks strides that fall into few sets of the cache.
 PIECE_TOKENS = 64
@@ -60,11 +62,24 @@ def find_order(places: np.ndarray, tokens: int, size: int) -> str | None:
     return None
 
 
+def steps(order: str, value: bool, tokens: int, size: int) -> tuple[int, int, int]:
+    """In a block of one head, in elements: where K (or V) begins, and from token to token, and from
+    dim to dim."""
+    if order == ORDER_SIDE_BY_SIDE:
+        return size if value else 0, 2 * size, 1
+    begin = tokens * size if value else 0
+    if order == ORDER_PLAIN:
+        return begin, size, 1
+    if order == ORDER_TRANSPOSED:
+        return begin, 1, tokens
+    raise ValueError(f"no order {order!r}")
+
+
 class EngineLayer:
     """One layer of an engine's paged cache as views [block][head][token][dim] over its memory.
 
-    `memory` is the layer's memory, [block][head][K then V, each tokens x size]; values as integers
-    of their width, since numpy does not know all formats.
+    `memory` is the layer's memory, [block][head][2 x tokens x size], K and V in their orders;
+    values as integers of their width, since numpy does not know all formats.
     """
 
     def __init__(self, memory: np.ndarray, tokens: int, size: int, order_k: str,
@@ -74,8 +89,8 @@ class EngineLayer:
         if not np.shares_memory(flat, memory) or flat.shape[2] != 2 * tokens * size:
             raise ValueError(f"a layer of {memory.shape} is not [block][head][2 x {tokens} x "
                              f"{size}] in one piece")
-        self.keys = _view(flat[:, :, :tokens * size], tokens, size, order_k)
-        self.values = _view(flat[:, :, tokens * size:], tokens, size, order_v)
+        self.keys = _view(flat, tokens, size, order_k, False)
+        self.values = _view(flat, tokens, size, order_v, True)
 
     def save(self, engine_block: int, piece: Piece, keys: np.ndarray, values: np.ndarray) -> None:
         """To a slot's [head][token][dim]."""
@@ -92,12 +107,9 @@ class EngineLayer:
         self.values[engine_block, :, here] = values[:, there]
 
 
-def _view(flat: np.ndarray, tokens: int, size: int, order: str) -> np.ndarray:
+def _view(flat: np.ndarray, tokens: int, size: int, order: str, value: bool) -> np.ndarray:
     block_count, heads = flat.shape[:2]
-    unit = flat.itemsize
-    steps = (size * unit, unit) if order == ORDER_PLAIN else (unit, tokens * unit)
-    if order not in (ORDER_PLAIN, ORDER_TRANSPOSED):
-        raise ValueError(f"no order {order!r}")
+    begin, token, dim = (step * flat.itemsize for step in steps(order, value, tokens, size))
     return np.lib.stride_tricks.as_strided(
-        flat, (block_count, heads, tokens, size), (*flat.strides[:2], *steps),
-        writeable=flat.flags.writeable)
+        flat[:, :, begin // flat.itemsize:], (block_count, heads, tokens, size),
+        (*flat.strides[:2], token, dim), writeable=flat.flags.writeable)

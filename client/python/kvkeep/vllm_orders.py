@@ -81,6 +81,7 @@ class RankShape:
     layers: tuple[LayerShape, ...]
     scales_digest: str = ""
     layout: str = ""              # a name for what is kept raw
+    late_saves: bool = False      # on a GPU: a save may end steps after it was ordered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +120,7 @@ class Orders:
     saves: list[Copy] = dataclasses.field(default_factory=list)          # after this step's forward
     early_saves: list[Copy] = dataclasses.field(default_factory=list)    # before: of the preempted
     releases: list[str] = dataclasses.field(default_factory=list)        # nothing is saved of these
+    preempted: list[str] = dataclasses.field(default_factory=list)       # their blocks go to others
 
 
 @dataclasses.dataclass

@@ -50,6 +50,7 @@ class Model:
     engine_block_tokens: int
     ranks: int
     prefill_cost: PrefillCost = PrefillCost()
+    late_saves: bool = False  # a save may end steps after it was ordered
     drafts: bool = False  # vLLM may count tokens as computed that it takes back
 
     def identity(self, adapter: Adapter | None) -> Identity:
@@ -128,6 +129,7 @@ class _Tracked:
         self.engine_blocks: list[int] = []
         self.finish_by = 0.0
         self.over = False     # vLLM has ended it
+        self.held = False     # and keeps its blocks until no save reads them
         self.void = False     # the cache was reset since it was asked for
 
     @property
@@ -321,7 +323,8 @@ class SchedulerSide:
                 orders.endpoint = Endpoint(up.epoch, up.session.instance_token)
                 orders.spaces = tuple(self._new_spaces)
                 self._new_spaces.clear()
-            for request_id in preempted:
+            orders.preempted = list(preempted)
+            for request_id in orders.preempted:
                 self._preempt(orders, request_id)
             for request_id, count in scheduled.items():
                 tracked = self._tracked.get(request_id)
@@ -424,8 +427,9 @@ class SchedulerSide:
             bound = min(computed, len(tracked.request.tokens()) - 1)
             whole = bound - bound % tracked.space.block_tokens
             if whole <= tracked.ordered:
+                tracked.held = self._saves_read(tracked)
                 self._end(tracked)
-                return False
+                return tracked.held
             tracked.bound = whole
             tracked.engine_blocks = list(engine_blocks)
             tracked.over = True
@@ -446,10 +450,17 @@ class SchedulerSide:
             return False
         if end > tracked.ordered and tracked.may_save:
             orders.saves.append(self._order_save(tracked, end, last=True))
+        elif self._saves_read(tracked):
+            tracked.held = True
         else:
             self._releases.append(tracked.key)
         self._end(tracked)
         return True
+
+    def _saves_read(self, tracked: _Tracked) -> bool:
+        """Saves that were ordered may still read its blocks."""
+        assert self._model is not None
+        return self._model.late_saves and tracked.orders > 0
 
     def _end(self, tracked: _Tracked) -> None:
         """Nothing more is ordered for it. Where it is still being opened, _settle() closes it."""
@@ -485,6 +496,9 @@ class SchedulerSide:
     def _order_done(self, order: _Order) -> None:
         tracked = order.tracked
         tracked.orders -= 1
+        if tracked.held and tracked.orders == 0:
+            tracked.held = False
+            self._releases.append(tracked.key)
         if order.load:
             if order.well:
                 self.counts.loaded_tokens += order.end - order.first

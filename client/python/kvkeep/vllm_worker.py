@@ -1,20 +1,24 @@
 """The connector's half in a rank: copies between vLLM's paged cache and kvkeep's mapped slots.
 
-Loads run on a thread of their own between steps, so that other requests' steps go on. Saves run on
-vLLM's when a step's forward is done, before vLLM can give the blocks to another request. A copy
-that cannot be made is reported: a load as failed blocks, which vLLM computes; a save as not done,
-and then the scheduler's half does not seal it. A rank seals nothing itself: a block becomes visible
-when all of them have reported it.
+Loads run on a thread of their own between steps, so that other requests' steps go on. Saves of a
+cache in host memory run on vLLM's when a step's forward is done, before vLLM can give the blocks to
+another request. Saves of a cache on a GPU run on a second thread, behind an event of the forward;
+the scheduler's half has vLLM keep the blocks of a finished request until they are done, and a step
+that takes a preempted request's blocks waits for them here. A copy that cannot be made is reported:
+a load as failed blocks, which vLLM computes; a save as not done, and then the scheduler's half does
+not seal it. A rank seals nothing itself: a block becomes visible when all of them have reported it.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import queue
 import threading
 import time
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +29,9 @@ from kvkeep.session import Session
 from kvkeep.shapes import Tier
 from kvkeep.vllm_blocks import EngineLayer, pieces
 from kvkeep.vllm_orders import Copy, Endpoint, Orders, Report, Settings
+
+if TYPE_CHECKING:
+    from kvkeep.vllm_device import DeviceCache, Lane
 
 __all__ = ["WorkerSide"]
 
@@ -67,17 +74,19 @@ class _Link:
 
 
 class WorkerSide:
-    """One rank. `layers` in the order of the model: EngineLayer, grouped as the space's groups are;
-    or for raw spaces byte arrays [block][bytes]."""
+    """One rank. `groups`: the layers in the order of the model, grouped as the space's groups are;
+    or for raw spaces `raw`, byte arrays [block][bytes]; or `device` for a cache on a GPU."""
 
     def __init__(self, settings: Settings, rank: int, engine_block_tokens: int,
-                 groups: list[list[EngineLayer]], raw: list[np.ndarray]) -> None:
+                 groups: list[list[EngineLayer]], raw: list[np.ndarray],
+                 device: "DeviceCache | None" = None) -> None:
         self.settings = settings
         self.rank = rank
         self.own_ns = 0  # time spent inside vLLM's calls
         self._engine_block_tokens = engine_block_tokens
         self._groups = groups
         self._raw = raw
+        self._device = device
         self._link: _Link | None = None
         self._wanted: Endpoint | None = None
         self._join_again = math.inf  # when to try again, where a try has failed
@@ -88,8 +97,19 @@ class WorkerSide:
         self._sent: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._work: queue.SimpleQueue[tuple[str, object] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="kvkeep-loads", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(self._lane(),),
+                                        name="kvkeep-loads", daemon=True)
         self._thread.start()
+        # With a device: saves, and which of whose are under way.
+        self._late: queue.SimpleQueue[tuple[Copy, Any] | None] = queue.SimpleQueue()
+        self._late_of: dict[str, set[int]] = {}
+        self._late_done = threading.Condition(self._lock)
+        self._void: set[int] = set()  # orders whose blocks others may have by now
+        self._late_thread: threading.Thread | None = None
+        if device is not None:
+            self._late_thread = threading.Thread(target=self._run_late, args=(self._lane(),),
+                                                 name="kvkeep-saves", daemon=True)
+            self._late_thread.start()
 
     # What vLLM's thread calls: none of these waits for the daemon.
 
@@ -103,23 +123,25 @@ class WorkerSide:
             self._work.put(("join", endpoint))
         for space in orders.spaces:
             self._work.put(("map", space))
-        for copy in orders.early_saves:
-            self._save(copy)
-        orders.spaces, orders.early_saves = (), []
-        for copy in orders.saves:
+        self._save_all(orders.early_saves)
+        if self._device is not None and orders.preempted:
+            self._await_late(orders.preempted)
+        orders.spaces, orders.early_saves, orders.preempted = (), [], []
+        for copy in orders.saves if self._device is None else ():
             if copy.order not in self._ahead:
                 self._ahead.add(copy.order)
                 self._work.put(("ahead", copy))
 
     def start_loads(self, orders: Orders) -> None:
-        for copy in orders.loads:
-            self._work.put(("load", copy))
+        if orders.loads:
+            after = self._device.streams.mark() if self._device is not None else None
+            for copy in orders.loads:
+                self._work.put(("load", (copy, after)))
         orders.loads = []
 
     def save(self, orders: Orders) -> None:
         """After the forward, before anyone else can have the blocks."""
-        for copy in orders.saves:
-            self._save(copy)
+        self._save_all(orders.saves)
         if orders.releases:
             with self._lock:
                 self._sent.update(orders.releases)
@@ -147,7 +169,10 @@ class WorkerSide:
 
     def close(self) -> None:
         self._work.put(None)
+        self._late.put(None)
         self._thread.join(self.settings.call_timeout_s)
+        if self._late_thread is not None:
+            self._late_thread.join(self.settings.call_timeout_s)
         link, self._link = self._link, None
         if link is not None:
             link.close()
@@ -160,27 +185,51 @@ class WorkerSide:
             return None
         return link
 
-    def _save(self, copy: Copy) -> None:
+    def _save_all(self, copies: list[Copy]) -> None:
+        if self._device is None:
+            for copy in copies:
+                self._save(copy)
+        elif copies:
+            after = self._device.streams.mark()
+            for copy in copies:
+                with self._lock:
+                    self._late_of.setdefault(copy.request_id, set()).add(copy.order)
+                self._late.put((copy, after))
+
+    def _await_late(self, request_ids: list[str]) -> None:
+        """Until nothing reads these requests' blocks, which this step gives to others. What takes
+        too long is not believed: its bytes may be another request's."""
+        until = time.monotonic() + self.settings.call_timeout_s
+        with self._late_done:
+            for request_id in request_ids:
+                while request_id in self._late_of and time.monotonic() < until:
+                    self._late_done.wait(max(until - time.monotonic(), 0.001))
+                self._void |= self._late_of.get(request_id, set())
+
+    def _save(self, copy: Copy, lane: "Lane | None" = None, after: Any = None) -> None:
         link = self._alive(copy.epoch)
         well = False
         if link is not None:
             try:
-                self._copy(link, copy, load=False)
+                self._copy(link, copy, False, lane, after)
                 well = True
             except Exception as error:  # whatever it is, vLLM goes on
                 logger.warning("kvkeep: a save was left out: %s", error)
         with self._lock:
             self._ahead.discard(copy.order)
+            if copy.order in self._void:
+                self._void.discard(copy.order)
+                well = False
             self._report.done[copy.order] = (well, 1)
             if copy.last:
                 self._sent.add(copy.request_id)
 
-    def _load(self, copy: Copy) -> None:
+    def _load(self, copy: Copy, lane: "Lane | None", after: Any) -> None:
         link = self._alive(copy.epoch)
         well = False
         if link is not None:
             try:
-                self._copy(link, copy, load=True)
+                self._copy(link, copy, True, lane, after)
                 well = self._alive(copy.epoch) is link
             except Exception as error:  # whatever it is, the request waits for an answer
                 logger.warning("kvkeep: a load failed, vLLM computes: %s", error)
@@ -195,12 +244,20 @@ class WorkerSide:
         end = -(-copy.end // self._engine_block_tokens)
         return copy.engine_blocks[first - copy.first_engine_block:end - copy.first_engine_block]
 
-    def _copy(self, link: _Link, copy: Copy, load: bool) -> None:
-        if self._raw:
+    def _copy(self, link: _Link, copy: Copy, load: bool, lane: "Lane | None", after: Any) -> None:
+        if lane is not None:
+            for group in range(len(copy.space.groups)):
+                (lane.load if load else lane.save)(
+                    copy, group, functools.partial(self._slots, link, copy.space, group), after)
+        elif self._raw:
             self._copy_raw(link, copy, load)
         else:
             for group in range(len(self._groups)):
                 self._copy_group(link, copy, group, load)
+
+    @staticmethod
+    def _slots(link: _Link, space: Space, group: int, tier: int) -> SlotMemory:
+        return link.memory(space, tier, group)
 
     def _copy_group(self, link: _Link, copy: Copy, group: int, load: bool) -> None:
         for piece in pieces(copy.first, copy.end, copy.space.block_tokens,
@@ -238,7 +295,9 @@ class WorkerSide:
 
     # The thread: joins, maps, loads.
 
-    def _run(self) -> None:
+    def _run(self, lane: "Lane | None") -> None:
+        if lane is not None:
+            lane.enter()
         while (work := self._work.get()) is not None:
             kind, what = work
             try:
@@ -252,10 +311,31 @@ class WorkerSide:
                     assert isinstance(what, Space)
                     self._map(what)
                 else:
-                    assert isinstance(what, Copy)
-                    self._load(what)
+                    assert isinstance(what, tuple)
+                    self._load(what[0], lane, what[1])
             except Exception:  # vLLM must go on, and a load must be answered
                 logger.exception("kvkeep: %s", kind)
+
+    def _lane(self) -> "Lane | None":
+        if self._device is None:
+            return None
+        from kvkeep.vllm_device import Lane  # needs torch, which a cache in host memory does not
+
+        return Lane(self._device)
+
+    def _run_late(self, lane: "Lane") -> None:
+        lane.enter()
+        while (work := self._late.get()) is not None:
+            copy, after = work
+            try:
+                self._save(copy, lane, after)
+            finally:
+                with self._late_done:
+                    orders = self._late_of[copy.request_id]
+                    orders.discard(copy.order)
+                    if not orders:
+                        del self._late_of[copy.request_id]
+                    self._late_done.notify_all()
 
     def _join(self, endpoint: Endpoint) -> None:
         old, self._link = self._link, None
