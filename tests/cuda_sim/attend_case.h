@@ -73,8 +73,12 @@ static inline void attend_case_guard(const struct kvk_cuda_plan *plan,
     launch->rows = (const struct kvk_cuda_row *)(void *)parts[3].begin;
 }
 
+/* A launch may be changed before it runs: for faults that are planted. */
+typedef void attend_case_change(struct kvk_cuda_attend *launch);
+
 /* Results as on the device: NaN where nothing was written. Answers the launch's error. */
-static inline int attend_case_run(struct gpu_case *test, uint32_t split_tokens)
+static inline int attend_case_launch(const struct kvk_attend *attend, uint32_t split_tokens,
+                                     attend_case_change *change)
 {
     const struct kvk_cuda_limits limits = {.multiprocessor_count = ATTEND_CASE_MULTIPROCESSORS,
                                            .split_tokens = split_tokens};
@@ -82,16 +86,18 @@ static inline int attend_case_run(struct gpu_case *test, uint32_t split_tokens)
     struct kvk_cuda_plan plan;
     struct kvk_error error;
 
-    KVK_ASSERT(kvk_attend_check(&test->attend, &error) == KVK_OK);
-    KVK_ASSERT(kvk_cuda_plan_init(&plan, &test->attend, &limits, &error) == KVK_OK);
+    KVK_ASSERT(kvk_attend_check(attend, &error) == KVK_OK);
+    KVK_ASSERT(kvk_cuda_plan_init(&plan, attend, &limits, &error) == KVK_OK);
     struct attend_case_memory upload = attend_case_memory_make(plan.upload_bytes, 256);
     struct attend_case_memory work = attend_case_memory_make(plan.work_bytes, 256);
-    gpu_case_spoil(test);
-    kvk_cuda_plan_fill(&plan, &test->attend, upload.begin);
-    kvk_cuda_plan_bind(&plan, &test->attend, upload.begin, work.begin);
+    kvk_cuda_plan_fill(&plan, attend, upload.begin);
+    kvk_cuda_plan_bind(&plan, attend, upload.begin, work.begin);
     attend_case_guard(&plan, &plan.launch, parts);
+    if (change != NULL) {
+        change(&plan.launch);
+    }
     int result = kvk_cuda_attend_launch(&plan.launch, NULL);
-    kvk_cuda_plan_scatter(&plan, &test->attend, work.begin);
+    kvk_cuda_plan_scatter(&plan, attend, work.begin);
     for (int i = 0; i < ATTEND_CASE_PARTS; i++) {
         attend_case_memory_free(parts[i]);
     }
@@ -99,6 +105,12 @@ static inline int attend_case_run(struct gpu_case *test, uint32_t split_tokens)
     attend_case_memory_free(work);
     kvk_cuda_plan_finish(&plan);
     return result;
+}
+
+static inline int attend_case_run(struct gpu_case *test, uint32_t split_tokens)
+{
+    gpu_case_spoil(test);
+    return attend_case_launch(&test->attend, split_tokens, NULL);
 }
 
 /* The kernel that would run it. */

@@ -19,7 +19,7 @@ if(KVK_CUDA_INCLUDE)
     target_include_directories(kvk_cuda_sim_parity SYSTEM BEFORE PRIVATE ${KVK_CUDA_INCLUDE})
 endif()
 
-foreach(stem runtime_faults device_memory device_copy device_failures)
+foreach(stem runtime_faults device_memory device_copy device_failures device_traps)
     if(EXISTS ${CMAKE_CURRENT_LIST_DIR}/${stem}.c)
         kvk_criterion_test(${CMAKE_CURRENT_LIST_DIR}/${stem}.c LINK kvk_cuda_sim)
         # By the C compiler, which has the sanitizers' flags.
