@@ -382,6 +382,10 @@ static enum kvk_status lookup(struct kvkeep_client *client, const struct kvkeep_
     result->restore_ns = response->restore_ns;
     result->restore_recompute_ns = response->restore_recompute_ns;
     result->partial_tokens = response->partial_tokens;
+    result->remote_state = response->remote == NULL
+                               ? KVKEEP_REMOTE_NONE
+                               : (enum kvkeep_remote_state)response->remote->state;
+    result->remote_tokens = response->remote == NULL ? 0 : response->remote->tokens;
     kvkeep__v1__lookup_response__free_unpacked(response, NULL);
     return KVK_OK;
 }

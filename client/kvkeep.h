@@ -241,6 +241,17 @@ struct kvkeep_lookup {
     uint64_t restore_ns;           /* estimated to bring those back, */
     uint64_t restore_recompute_ns; /* and to compute from the first of them on */
     uint64_t partial_tokens;       /* of cached_tokens, the last: in a part of a block */
+    enum kvkeep_remote_state {
+        KVKEEP_REMOTE_NONE = 0,
+        KVKEEP_REMOTE_ASKED = 1,    /* the answer is on its way: look up again */
+        KVKEEP_REMOTE_FETCHING = 2, /* what is there comes: look up again */
+        KVKEEP_REMOTE_DONE = 3,
+        KVKEEP_REMOTE_ABSENT = 4,
+        KVKEEP_REMOTE_LEFT = 5, /* left there: computing is estimated to be quicker */
+        KVKEEP_REMOTE_FAILED = 6,
+        KVKEEP_REMOTE_BUSY = 7,
+    } remote_state;         /* of the store that daemons share, for the rest of the prompt */
+    uint64_t remote_tokens; /* that it has behind cached_tokens */
 };
 
 KVK_CHECKED enum kvk_status kvkeep_lookup(struct kvkeep_client *client,

@@ -546,6 +546,75 @@ static void check_draining(const struct kvk_facts *facts, struct kvk_doctor_repo
     action(finding, "It takes no new sequences, and ends when they have.");
 }
 
+/* ---- The remote store ---- */
+
+static uint64_t remote_wrong(const struct kvk_remote_report *remote)
+{
+    static const enum kvk_remote_result wrong[] = {KVK_REMOTE_NOT_OURS, KVK_REMOTE_TRUNCATED,
+                                                   KVK_REMOTE_DAMAGED, KVK_REMOTE_FOREIGN,
+                                                   KVK_REMOTE_OTHER_KEY};
+    uint64_t count = remote->stats.witness_failures + remote->fleet.foreign;
+    for (size_t i = 0; i < sizeof(wrong) / sizeof(wrong[0]); i++) {
+        count += remote->health.counters.blocks[KVK_REMOTE_EXISTS][wrong[i]] +
+                 remote->health.counters.blocks[KVK_REMOTE_FETCH][wrong[i]];
+    }
+    return count;
+}
+
+static void check_remote_values(const struct kvk_facts *facts, struct kvk_doctor_report *report)
+{
+    const struct kvk_remote_counters *counters = &facts->remote.health.counters;
+    uint64_t full = counters->blocks[KVK_REMOTE_STORE][KVK_REMOTE_FULL];
+    uint64_t refused = counters->blocks[KVK_REMOTE_STORE][KVK_REMOTE_REFUSED] +
+                       counters->blocks[KVK_REMOTE_FETCH][KVK_REMOTE_REFUSED] +
+                       counters->blocks[KVK_REMOTE_EXISTS][KVK_REMOTE_REFUSED];
+    uint64_t wrong = remote_wrong(&facts->remote);
+    if (wrong > 0) {
+        struct kvk_finding *finding = find(report, "remote_wrong_values", KVK_SEVERITY_WARNING,
+                                           "The remote store held values that are not right");
+        evidence(finding, "%llu values were not what their names promise; none was used.",
+                 (unsigned long long)wrong);
+        action(finding, "Somebody else writes under [remote] key_prefix, or with another key_file; "
+                        "docs/remote.md lists the kinds, the metrics count each.");
+    }
+    if (full > 0 || refused > 0) {
+        struct kvk_finding *finding = find(report, "remote_refuses", KVK_SEVERITY_WARNING,
+                                           "The remote store refuses what is asked of it");
+        evidence(finding,
+                 "%llu values found no memory there, %llu requests were refused. The "
+                 "last: %.160s",
+                 (unsigned long long)full, (unsigned long long)refused,
+                 facts->remote.health.reason);
+        action(finding, "Give it maxmemory-policy allkeys-lru (or memory), and its ACL user the "
+                        "rights of docs/remote.md.");
+    }
+}
+
+static void check_remote(const struct kvk_facts *facts, struct kvk_doctor_report *report)
+{
+    const struct kvk_remote_health *health = &facts->remote.health;
+    if (!facts->remote.present) {
+        return;
+    }
+    check_remote_values(facts, report);
+    if (health->state == KVK_REMOTE_GOOD && facts->remote.spaces_out == 0) {
+        return;
+    }
+    bool is_away = health->state == KVK_REMOTE_AWAY;
+    struct kvk_finding *finding =
+        find(report, is_away ? "remote_away" : "remote_degraded", KVK_SEVERITY_WARNING,
+             is_away ? "The remote store is not in reach" : "The remote store is degraded");
+    evidence(finding,
+             "%u of %u masters are away, %u of 16384 slots; %llu of %llu spaces have no generation "
+             "that counts. The last failure: %.160s",
+             health->node_away_count, health->node_count, health->slot_away_count,
+             (unsigned long long)facts->remote.spaces_out, (unsigned long long)facts->remote.spaces,
+             health->reason[0] != '\0' ? health->reason : "none");
+    action(finding, "Look at the nodes of [remote] seeds (redis-cli cluster nodes). Nothing here "
+                    "waits for them; what is in memory and on disk serves on, and they are tried "
+                    "again by themselves.");
+}
+
 /* ---- All of them ---- */
 
 static void (*const checks[])(const struct kvk_facts *facts, struct kvk_doctor_report *report) = {
@@ -553,7 +622,7 @@ static void (*const checks[])(const struct kvk_facts *facts, struct kvk_doctor_r
     check_refusals,    check_leases, check_growth,    check_scattered, check_quarantine,
     check_strays,      check_ranks,  check_gap,       check_worth,     check_journal,
     check_metadata,    check_disk,   check_catalogue, check_keeper,    check_opaque,
-    check_draining,
+    check_draining,    check_remote,
 };
 #define CHECK_COUNT (sizeof(checks) / sizeof(checks[0]))
 

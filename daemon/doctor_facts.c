@@ -325,6 +325,7 @@ static void facts_take_drops(struct kvk_cache *cache, struct kvk_facts *facts)
     facts->metadata_bytes = kvk_cache_metadata_bytes(cache);
     kvk_scrub_counts(cache, &facts->scrub);
     durable_look(cache, facts);
+    kvk_remote_report(cache, &facts->remote);
     wrong_look(cache, facts);
     refusals_look(cache, facts);
     journal_look(cache, facts);

@@ -382,6 +382,7 @@ static void answer_drops(struct question *question, bool leave_last)
         .spans = prompt->spans,
         .span_count = prompt->span_count,
     };
+    kvk_remote_known(cache, space, prompt, limit, &prefix, &report->remote);
     find_missing(question, &prefix);
     if (report->missing_block < question->wanted) {
         judge_missing_drops(question, &prefix);
@@ -492,6 +493,46 @@ static void say_missing(struct words *words, const struct kvk_miss_report *repor
     }
 }
 
+/* What the remote store was asked for, and said. */
+static void say_remote(struct words *words, const struct kvk_miss_report *report)
+{
+    const struct kvk_remote_use *remote = &report->remote;
+    switch (remote->state) {
+    case KVK_REMOTE_USE_NONE:
+        break;
+    case KVK_REMOTE_USE_ASKED:
+        say(words, " The remote store is being asked for it.");
+        break;
+    case KVK_REMOTE_USE_FETCHING:
+        say(words, " %llu tokens of it are coming from the remote store (%.3f ms).",
+            (unsigned long long)remote->tokens, (double)remote->fetch_ns / 1e6);
+        break;
+    case KVK_REMOTE_USE_DONE:
+        say(words,
+            remote->tokens > 0 ? " The remote store had %llu tokens more of it; they did "
+                                 "not all come, or went again."
+                               : " What the remote store had of it has come.",
+            (unsigned long long)remote->tokens);
+        break;
+    case KVK_REMOTE_USE_ABSENT:
+        say(words, " The remote store has no more of it.");
+        break;
+    case KVK_REMOTE_USE_LEFT:
+        say(words,
+            " The remote store has %llu tokens more of it, but fetching them (%.3f ms) is not "
+            "estimated to be quicker than computing them (%.3f ms).",
+            (unsigned long long)remote->tokens, (double)remote->fetch_ns / 1e6,
+            (double)remote->recompute_ns / 1e6);
+        break;
+    case KVK_REMOTE_USE_FAILED:
+        say(words, " The remote store was asked for it and did not answer.");
+        break;
+    case KVK_REMOTE_USE_BUSY:
+        say(words, " The remote store was not asked for it: too many prompts waited.");
+        break;
+    }
+}
+
 /* Behind a sentence about whole blocks. */
 static void say_part(struct words *words, const struct kvk_miss_report *report)
 {
@@ -531,6 +572,7 @@ static void sentence_make(struct kvk_miss_report *report)
     say(&words, ") is the first that is missing: ");
     say_missing(&words, report);
     say_part(&words, report);
+    say_remote(&words, report);
 }
 
 enum kvk_status kvk_report_miss(struct kvk_cache *cache, const struct kvk_caller *caller,

@@ -9,6 +9,7 @@
 
 #include "daemon/cache.h"
 #include "daemon/journal.h"
+#include "daemon/remote_store.h"
 
 /* What is the matter with the first block that is missing. Numbers are the API's. */
 enum kvk_miss {
@@ -46,8 +47,9 @@ struct kvk_miss_report {
     uint64_t writing_sequence_id; /* KVK_MISS_WRITING; 0: of another instance's */
     uint64_t load_ns;             /* KVK_MISS_ON_DISK: reading against computing it */
     uint64_t recompute_ns;
-    uint64_t journal_reach_ms; /* how far back the journal reaches; 0: it has lost nothing */
-    char sentence[512];        /* all of it in words */
+    uint64_t journal_reach_ms;    /* how far back the journal reaches; 0: it has lost nothing */
+    struct kvk_remote_use remote; /* what is known of the rest in the remote store */
+    char sentence[768];           /* all of it in words */
 };
 
 KVK_CHECKED enum kvk_status kvk_report_miss(struct kvk_cache *cache,

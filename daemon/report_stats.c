@@ -14,6 +14,7 @@
 #include "base/log.h"
 #include "base/metrics.h"
 #include "daemon/public.h"
+#include "daemon/report_remote.h"
 #include "daemon/scrub.h"
 #include "hosttier/catalogue.h"
 
@@ -165,6 +166,7 @@ struct figures {
     struct kvk_cache_stats stats;
     struct kvk_tier_report tiers[KVK_TIER_COUNT];
     struct kvk_disk_report disk;
+    struct kvk_remote_report remote;
     struct kvk_catalogue_stats catalogue; /* where there is one */
     bool has_catalogue;
     struct kvk_index_stats index;
@@ -193,6 +195,7 @@ static void figures_take(struct kvk_cache *cache, struct figures *figures)
     figures->stats = cache->stats;
     kvk_report_tiers(cache, &scope, figures->tiers);
     kvk_disk_report(cache, &figures->disk);
+    kvk_remote_report(cache, &figures->remote);
     figures->has_catalogue = cache->catalogue != NULL;
     if (figures->has_catalogue) {
         kvk_catalogue_stats(cache->catalogue, &figures->catalogue);
@@ -281,6 +284,8 @@ static void visit_counters(const struct visitor *visitor, const struct kvk_cache
     for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
         visit_labelled(visitor, "kvkeep_evictions_total", "tier", tier_names[tier], NULL, NULL,
                        stats->evictions[tier]);
+        visit_labelled(visitor, "kvkeep_block_uses_total", "tier", tier_names[tier], NULL, NULL,
+                       stats->block_uses[tier]);
     }
     visitor->visit(visitor->context, "kvkeep_lookup_seconds_total",
                    (double)stats->lookup_ns / (double)KVK_NS_PER_SECOND);
@@ -478,6 +483,7 @@ void kvk_report_stats(struct kvk_cache *cache,
     visit_counts(&visitor, &figures);
     visit_tenants(&visitor, cache, &figures);
     visit_disk(&visitor, &figures.disk);
+    kvk_report_remote_visit(&figures.remote, visit, context);
     visit_catalogue(&visitor, &figures);
     visit_public(&visitor, cache);
     visit_plain(&visitor, "kvkeep_copied_bytes_total", kvk_mover_bytes(cache->mover));

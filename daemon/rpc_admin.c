@@ -9,6 +9,7 @@
 #include "base/assert.h"
 #include "base/clock.h"
 #include "daemon/report.h"
+#include "daemon/report_remote.h"
 #include "daemon/rpc_private.h"
 
 #define ROWS_DEFAULT 1000
@@ -187,6 +188,25 @@ static void fill_disk_state(Kvkeep__V1__DiskState *state, const struct kvk_disk_
                     report->short_reads + report->full_errors;
 }
 
+static void fill_remote_store(Kvkeep__V1__RemoteStore *store,
+                              const struct kvk_remote_report *report)
+{
+    kvkeep__v1__remote_store__init(store);
+    store->state = kvk_rpc_text(kvk_remote_state_name(report->health.state));
+    store->reason = kvk_rpc_text(report->health.reason);
+    store->nodes = report->health.node_count;
+    store->nodes_away = report->health.node_away_count;
+    store->prompts_waiting = report->asks_waiting;
+    store->blocks_waiting = report->send_waiting;
+    store->fetch_bytes_per_second = report->health.fetch_rate;
+    store->store_bytes_per_second = report->health.store_rate;
+    store->fetched_tokens = report->stats.fetched_tokens;
+    store->fetched_bytes = report->stats.fetched_bytes;
+    store->sent_bytes = report->stats.sent_bytes;
+    store->spaces = report->spaces;
+    store->spaces_out = report->spaces_out;
+}
+
 static enum kvk_status reply_occupancy(struct kvk_rpc_run *run,
                                        const struct kvk_tier_report tiers[KVK_TIER_COUNT],
                                        const struct kvk_group_report *reports, size_t count,
@@ -219,6 +239,13 @@ static enum kvk_status reply_occupancy(struct kvk_rpc_run *run,
     if (disk_report.present) {
         fill_disk_state(&disk, &disk_report);
         response.disk = &disk;
+    }
+    Kvkeep__V1__RemoteStore store;
+    struct kvk_remote_report store_report;
+    kvk_remote_report_unlocked(run->rpc->cache, &store_report);
+    if (store_report.present) {
+        fill_remote_store(&store, &store_report);
+        response.remote = &store;
     }
     response.n_rows = count;
     response.rows = (Kvkeep__V1__OccupancyRow **)pointers;

@@ -93,6 +93,8 @@ KVK_RPC_HANDLER(kvk_rpc_explain_miss)
     if (report.miss == KVK_MISS_GONE) {
         fill_gone(&response, &report);
     }
+    Kvkeep__V1__RemoteUse remote;
+    response.remote = kvk_rpc_fill_remote(&remote, &report.remote);
     return kvk_rpc_reply(run, &response.base, error);
 }
 

@@ -4,6 +4,27 @@
 #include "daemon/lookup.h"
 #include "daemon/rpc_private.h"
 
+_Static_assert(
+    (int)KVK_REMOTE_USE_ASKED == (int)KVKEEP__V1__REMOTE_STATE__REMOTE_STATE_ASKED &&
+        (int)KVK_REMOTE_USE_FETCHING == (int)KVKEEP__V1__REMOTE_STATE__REMOTE_STATE_FETCHING &&
+        (int)KVK_REMOTE_USE_DONE == (int)KVKEEP__V1__REMOTE_STATE__REMOTE_STATE_DONE &&
+        (int)KVK_REMOTE_USE_ABSENT == (int)KVKEEP__V1__REMOTE_STATE__REMOTE_STATE_ABSENT &&
+        (int)KVK_REMOTE_USE_LEFT == (int)KVKEEP__V1__REMOTE_STATE__REMOTE_STATE_LEFT &&
+        (int)KVK_REMOTE_USE_FAILED == (int)KVKEEP__V1__REMOTE_STATE__REMOTE_STATE_FAILED &&
+        (int)KVK_REMOTE_USE_BUSY == (int)KVKEEP__V1__REMOTE_STATE__REMOTE_STATE_BUSY,
+    "the API's numbers are the engine's");
+
+Kvkeep__V1__RemoteUse *kvk_rpc_fill_remote(Kvkeep__V1__RemoteUse *target,
+                                           const struct kvk_remote_use *use)
+{
+    kvkeep__v1__remote_use__init(target);
+    target->state = (Kvkeep__V1__RemoteState)use->state;
+    target->tokens = use->tokens;
+    target->fetch_ns = use->fetch_ns;
+    target->recompute_ns = use->recompute_ns;
+    return use->state == KVK_REMOTE_USE_NONE ? NULL : target;
+}
+
 KVK_RPC_HANDLER(kvk_rpc_lookup)
 {
     const Kvkeep__V1__LookupRequest *asked = (const Kvkeep__V1__LookupRequest *)message;
@@ -33,6 +54,8 @@ KVK_RPC_HANDLER(kvk_rpc_lookup)
     response.partial_tokens = reply.partial_tokens;
     response.load_ns = reply.load_ns;
     response.recompute_ns = reply.recompute_ns;
+    Kvkeep__V1__RemoteUse remote;
+    response.remote = kvk_rpc_fill_remote(&remote, &reply.remote);
     return kvk_rpc_reply(run, &response.base, error);
 }
 

@@ -144,6 +144,11 @@ size_t kvk_rpc_fill_tables(struct kvk_rpc_tables *target, const struct kvk_table
 Kvkeep__V1__DiskUse *kvk_rpc_fill_disk(struct kvk_rpc_tables *packed,
                                        const struct kvk_disk_estimate *estimate);
 
+struct kvk_remote_use;
+/* What is known of a prompt in the remote store; NULL: nothing. */
+Kvkeep__V1__RemoteUse *kvk_rpc_fill_remote(Kvkeep__V1__RemoteUse *target,
+                                           const struct kvk_remote_use *use);
+
 /* ---- rpc_stats.c ---- */
 
 /* After the methods are bound. */
@@ -332,6 +337,7 @@ KVK_RPC_HANDLER(kvk_rpc_get_stats);
 KVK_RPC_HANDLER(kvk_rpc_drain);
 KVK_RPC_HANDLER(kvk_rpc_plan);
 KVK_RPC_HANDLER(kvk_rpc_get_usage);
+KVK_RPC_HANDLER(kvk_rpc_get_fleet);
 KVK_RPC_HANDLER(kvk_rpc_create_tenant);
 KVK_RPC_HANDLER(kvk_rpc_list_tenants);
 KVK_RPC_HANDLER(kvk_rpc_change_tenant);

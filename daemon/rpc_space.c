@@ -273,6 +273,7 @@ KVK_RPC_HANDLER(kvk_rpc_invalidate)
     response.host_blocks = reply.blocks[KVK_TIER_HOST];
     response.disk_blocks = reply.blocks[KVK_TIER_DISK];
     response.held_blocks = reply.held_blocks;
+    response.store_pending_spaces = reply.store_pending;
     return kvk_rpc_reply(run, &response.base, error);
 }
 

@@ -149,6 +149,18 @@ static void tiers_print(const Kvkeep__V1__GetOccupancyResponse *occupancy)
                      disk->reason.len > 0 ? "; last failure: " : "", (int)disk->reason.len,
                      (const char *)disk->reason.data);
     }
+    const Kvkeep__V1__RemoteStore *remote = occupancy->remote;
+    if (remote != NULL) {
+        (void)printf("remote store: %.*s, %u of %u nodes away, %llu of %llu spaces out; fetched "
+                     "%s, sent %s; %llu prompts and %llu blocks wait%s%.*s\n",
+                     (int)remote->state.len, (const char *)remote->state.data, remote->nodes_away,
+                     remote->nodes, (unsigned long long)remote->spaces_out,
+                     (unsigned long long)remote->spaces, ctl_bytes(remote->fetched_bytes),
+                     ctl_bytes(remote->sent_bytes), (unsigned long long)remote->prompts_waiting,
+                     (unsigned long long)remote->blocks_waiting,
+                     remote->reason.len > 0 ? "; last failure: " : "", (int)remote->reason.len,
+                     (const char *)remote->reason.data);
+    }
 }
 
 int ctl_status(const struct ctl_options *options, int argc, char **argv)

@@ -140,10 +140,11 @@ static void print(const struct ctl_options *options, const Kvkeep__V1__Invalidat
 {
     if (options->json) {
         ctl_json_print(json_pack(
-            "{s:I, s:I, s:I, s:I, s:I}", "spaces", (json_int_t)response->spaces, "device_blocks",
-            (json_int_t)response->device_blocks, "host_blocks", (json_int_t)response->host_blocks,
-            "disk_blocks", (json_int_t)response->disk_blocks, "held_blocks",
-            (json_int_t)response->held_blocks));
+            "{s:I, s:I, s:I, s:I, s:I, s:I}", "spaces", (json_int_t)response->spaces,
+            "device_blocks", (json_int_t)response->device_blocks, "host_blocks",
+            (json_int_t)response->host_blocks, "disk_blocks", (json_int_t)response->disk_blocks,
+            "held_blocks", (json_int_t)response->held_blocks, "store_pending_spaces",
+            (json_int_t)response->store_pending_spaces));
         return;
     }
     (void)printf("%s spaces: gone are %s blocks of the device, %s of the host, %s of the disk",
@@ -151,6 +152,10 @@ static void print(const struct ctl_options *options, const Kvkeep__V1__Invalidat
                  ctl_count(response->host_blocks), ctl_count(response->disk_blocks));
     if (response->held_blocks > 0) {
         (void)printf("; readers still hold %s", ctl_count(response->held_blocks));
+    }
+    if (response->store_pending_spaces > 0) {
+        (void)printf("; the remote store was not reached for %s of them yet",
+                     ctl_count(response->store_pending_spaces));
     }
     (void)printf("\n");
 }

@@ -91,6 +91,13 @@ class Lookup:
     restore_ns: int
     restore_recompute_ns: int
     partial_tokens: int = 0  # of cached_tokens, the last: in a part of a block
+    remote_state: int = 0  # pb.RemoteState: of the store that daemons share, for the rest
+    remote_tokens: int = 0  # that it has behind those that are cached here
+
+    @property
+    def remote_pending(self) -> bool:
+        """More may come from the store that daemons share: look up again, or compute."""
+        return self.remote_state in (pb.REMOTE_STATE_ASKED, pb.REMOTE_STATE_FETCHING)
 
 
 def default_target() -> str:
@@ -197,7 +204,7 @@ class Client:
         return Lookup(response.cached_tokens, response.device_tokens, response.host_tokens,
                       response.load_ns, response.recompute_ns, response.disk_tokens,
                       response.restore_ns, response.restore_recompute_ns,
-                      response.partial_tokens)
+                      response.partial_tokens, response.remote.state, response.remote.tokens)
 
     def touch(self, space: Space, tokens: Tokens, hints: Sequence[PriorityHint] = ()) -> int:
         """These tokens were hit in the engine's own cache: keep them young here. How many of them
