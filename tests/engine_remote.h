@@ -152,8 +152,10 @@ static inline void KVK_PRINTF(3, 4)
     answer[strcspn(answer, "\n")] = '\0';
 }
 
-/* What a Lua script makes of all values but the generations' journals, which are no longer than 64
- * entries here: it has each name in `k`. The number it answers. */
+#define REMOTE_VALUE_BYTES (144 + 32 + 4 * 4 + 1024) /* of a block of house_geometry() */
+
+/* What a Lua script makes of all blocks of house_geometry(): it has each name in `k`, and their
+ * number so far in `n`. How many there were. */
 static inline unsigned long remote_each(const struct remote_server *server, const char *script)
 {
     char path[96];
@@ -163,9 +165,9 @@ static inline unsigned long remote_each(const struct remote_server *server, cons
     cr_assert_not_null(file);
     (void)fprintf(file,
                   "local n = 0\nfor _, k in ipairs(redis.call('KEYS', 'kvkeep:*')) do\n"
-                  "if redis.call('GETRANGE', k, 0, 3) == 'KVKR' then n = n + 1\n%s\nend end\n"
-                  "return n\n",
-                  script);
+                  "if redis.call('TYPE', k).ok == 'string' and redis.call('STRLEN', k) == %d then\n"
+                  "n = n + 1\n%s\nend end\nreturn n\n",
+                  REMOTE_VALUE_BYTES, script);
     cr_assert_eq(fclose(file), 0);
     remote_ask(server, answer, "--eval %s", path);
     return strtoul(answer, NULL, 10);
