@@ -305,10 +305,15 @@ static uint32_t block_erase(struct kvk_cache *cache, struct kvk_group *group, ui
     KVK_ASSERT(block->queue == NULL);
     count_as(cache, group, block, KVK_BLOCK_FREE);
     kvk_sidecar_block_leaves(cache, group, id);
-    uint32_t parent = is_indexed(block) ? kvk_index_remove(cache->index, id) : KVK_BLOCK_NONE;
+    uint32_t parent = KVK_BLOCK_NONE;
+    if (is_indexed(block)) {
+        kvk_metadata_extra_sub(cache, group, id);
+        parent = kvk_index_remove(cache->index, id);
+    }
     kvk_disk_block_gone(cache, id);
     kvk_remote_block_gone(cache, id);
     kvk_index_block_free(cache->index, id);
+    kvk_metadata_sub(cache, group->space->tenant, KVK_METADATA_BLOCKS, 1, group->record_bytes);
     return parent;
 }
 
@@ -571,6 +576,7 @@ void kvk_block_unindex(struct kvk_cache *cache, uint32_t id)
     queue_leave(block, id);
     kvk_sidecar_block_leaves(cache, kvk_group_of(cache, block), id);
     kvk_events_tiers(cache, kvk_group_of(cache, block), id, block->tier_mask, 0);
+    kvk_metadata_extra_sub(cache, kvk_group_of(cache, block), id);
     uint32_t parent = kvk_index_remove(cache->index, id);
     parent_lost_child(cache, kvk_group_of(cache, block), parent);
     kvk_block_settle(cache, id);
@@ -585,6 +591,7 @@ uint32_t kvk_block_create(struct kvk_cache *cache, struct kvk_group *group, enum
     if (id == KVK_BLOCK_NONE) {
         return id;
     }
+    kvk_metadata_add(cache, group->space->tenant, KVK_METADATA_BLOCKS, 1, group->record_bytes);
     struct kvk_block *block = kvk_index_block(cache->index, id);
     kvk_block_step(block, KVK_BLOCK_RESERVE);
     kvk_slot_own(cache, group, tier, slot, id);
@@ -610,6 +617,8 @@ enum kvk_status kvk_block_know(struct kvk_cache *cache, struct kvk_group *group,
         kvk_index_block_free(cache->index, id);
         return status == KVK_EXISTS ? KVK_OK : status;
     }
+    kvk_metadata_add(cache, group->space->tenant, KVK_METADATA_BLOCKS, 1, group->record_bytes);
+    (void)kvk_metadata_extra_add(cache, group, id);
     count_update(cache, group, id, block);
     return KVK_OK;
 }

@@ -636,6 +636,7 @@ void kvk_cache_check_locked(struct kvk_cache *cache)
     KVK_ASSERT(check.found != NULL && check.tenant_bound != NULL);
     walk_holders(&check);
     check_blocks(&check);
+    kvk_metadata_check(cache);
     for (int i = 0; i < KVK_TIER_COUNT; i++) {
         check_tier(&check, i);
     }

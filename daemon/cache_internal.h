@@ -38,6 +38,11 @@ KVK_CHECKED enum kvk_status kvk_space_roots(struct kvk_cache *cache, struct kvk_
                                             const uint8_t *salt, size_t salt_size,
                                             uint32_t roots[KVK_GROUP_COUNT_MAX],
                                             struct kvk_error *error);
+/* May its tenant have those roots of the salt that are not there yet? As kvk_metadata_admit(). */
+KVK_CHECKED enum kvk_status kvk_space_roots_admit(struct kvk_cache *cache,
+                                                  const struct kvk_space *space,
+                                                  const uint8_t *salt, size_t salt_size,
+                                                  struct kvk_error *error);
 /* The roots as they are known, KVK_ROOT_NONE where they are not; without references, so valid while
  * the lock is held. Allocates nothing: for look-ups. */
 void kvk_space_roots_find(const struct kvk_cache *cache, const struct kvk_space *space,
@@ -236,7 +241,11 @@ KVK_CHECKED enum kvk_status kvk_room_reserve(struct kvk_cache *cache, struct kvk
 
 /* An id for one more block: where config.blocks are known it may be had only at the price of
  * another, idle one. False: there is none that may go. */
-bool kvk_room_id_free(struct kvk_cache *cache, const struct kvk_tenant *asking);
+bool kvk_room_id_free(struct kvk_cache *cache, const struct kvk_group *group);
+/* Let the tenant's own idle blocks go until all that is kept for it (metadata.h) is so little,
+ * where its quota lets them go at all; within reason. */
+void kvk_room_records_free(struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                           uint64_t bytes);
 
 /* A slot in another tier for a copy of an existing block; no hold, no state change. Used up by
  * kvk_tier_copy_drops(), or given back. KVK_WOULD_BLOCK as kvk_room_reserve(). `caller` NULL: not

@@ -24,6 +24,7 @@
 #include "daemon/hint.h"
 #include "daemon/journal.h"
 #include "daemon/lookup.h"
+#include "daemon/metadata.h"
 #include "daemon/mrc.h"
 #include "daemon/mover.h"
 #include "daemon/quota.h"
@@ -87,6 +88,7 @@ struct kvk_group {
                              what sequences are counted in */
     struct kvk_tier_form forms[KVK_TIER_COUNT]; /* how a block lies in each tier, and what it takes
                                                    there; those of memory are the own format */
+    uint64_t record_bytes; /* what a block takes beside its bytes: metadata.h */
     bool windowed;
     struct kvk_group_tier tiers[KVK_TIER_COUNT];
     struct kvk_disk_group *disk; /* what disk_*.c keep beside tiers[KVK_TIER_DISK]; NULL: no disk
@@ -167,10 +169,14 @@ struct kvk_sequence {
     uint64_t token_capacity;
     struct kvk_content_span *spans; /* [span_count], ours */
     uint32_t span_count;
+    uint32_t span_capacity;
     uint8_t *salt;
     size_t salt_size;
     struct kvk_hint *hints; /* [hint_count] for what it seals, ours */
     uint32_t hint_count;
+    uint64_t fixed_bytes;    /* of memory: what never grows */
+    uint64_t extra_bytes;    /* kept for content bytes of blocks that it has not sealed yet */
+    uint64_t metadata_bytes; /* as its tenant is charged: kvk_sequence_metadata() */
     uint64_t length;
     uint64_t committed;
     uint64_t cached;
@@ -234,7 +240,8 @@ struct kvk_lease {
     bool copy_pin;
     struct kvk_lease_group groups[KVK_GROUP_COUNT_MAX];
     uint32_t open_transfers;
-    bool marked; /* within one call: this id was named before */
+    uint64_t metadata_bytes; /* as its tenant is charged */
+    bool marked;             /* within one call: this id was named before */
     struct kvk_request_id request_id;
     struct kvk_lease *next, *previous; /* of the instance */
     /* In cache.lease_heap, a pairing heap by expires_ns: first child, next sibling, and previous
@@ -259,6 +266,7 @@ struct kvk_transfer {
         uint8_t tier;
     } * pins; /* [pin_count], held and pinned; ours */
     uint32_t pin_count;
+    uint64_t metadata_bytes;              /* as its tenant is charged */
     struct kvk_transfer *next, *previous; /* of the session */
 };
 
@@ -317,7 +325,8 @@ struct kvk_session {
     uint64_t side_token_until_ns;
     struct kvk_mapping *mappings;
     struct kvk_transfer *transfers;
-    uint32_t *quarantine; /* [quarantine_count] blocks, unsealed, whose one holder this is */
+    uint64_t metadata_bytes; /* as its tenant is charged, with its mappings */
+    uint32_t *quarantine;    /* [quarantine_count] blocks, unsealed, whose one holder this is */
     uint32_t quarantine_count, quarantine_capacity;
     void (*on_notice)(void *context, enum kvk_notice_kind kind, uint64_t value);
     void *context;
@@ -363,6 +372,7 @@ struct kvk_tenant_state {
     uint64_t growth_bytes[KVK_TIER_COUNT]; /* and of growth_bytes */
     uint32_t sequences;                    /* open */
     uint32_t leases;
+    struct kvk_metadata metadata;                  /* what else it makes the daemon keep */
     struct kvk_evict_share hint_share;             /* what hints may keep of its blocks */
     struct kvk_space *spaces;                      /* its own, by space.tenant_next */
     uint32_t group_count;                          /* of them */
@@ -494,6 +504,7 @@ struct kvk_cache {
     struct kvk_disk_tier *disk_tier;        /* disk_tier.h; NULL: none. Ours */
     struct kvk_remote_store *remote;        /* remote_store.h; NULL: none. Ours */
     struct kvk_scrub *scrub;                /* scrub.h; ours */
+    uint32_t tenant_count;                  /* that have a state now */
     struct kvk_tenant_state *tenant_states; /* [KVK_TENANT_COUNT_MAX] by tenant.index, ours */
     bool trim_wanted;    /* a tenant may be above its limit: a quota was changed */
     uint32_t idle_next;  /* group whose idle blocks are looked for next */

@@ -195,7 +195,9 @@ struct kvk_config {
     uint32_t spans;
     uint32_t forks;
     uint32_t public_prefixes;
-    uint64_t scratch_bytes; /* of one mapping for operands */
+    uint64_t tenant_metadata_bytes; /* kept for one tenant beside bytes of blocks */
+    uint32_t tenant_percent; /* of the numbers of [limits] that one tenant may have, if not alone */
+    uint64_t scratch_bytes;  /* of one mapping for operands */
     uint64_t attend_queries;
     uint32_t mrc_tenants;     /* that are followed for their miss-ratio curves */
     uint32_t mrc_samples;     /* blocks that are followed of each; 0: none */

@@ -618,6 +618,26 @@ static const struct kvk_option_field limits_fields[] = {
      .minimum = 1,
      .maximum = 1 << 28,
      .help = "Tokens of one request, and of one sequence."},
+    {.name = "tenant_metadata_bytes",
+     .kind = KVK_OPTION_SIZE,
+     AT(tenant_metadata_bytes),
+     .fallback = "8 GiB",
+     .minimum = MIB,
+     .help =
+         "What is kept for one tenant besides the bytes of its blocks: records of blocks with "
+         "their tokens and content digests, salts, sequences, leases, transfers, sessions with "
+         "scratch memory, spaces, public prefixes. Records of blocks take at most seven eighths "
+         "of it. Past it the tenant's own idle blocks go, or the call is refused, as its "
+         "over_quota says. A tenant's metadata_limit_bytes takes its place."},
+    {.name = "tenant_percent",
+     .kind = KVK_OPTION_COUNT,
+     AT(tenant_percent),
+     .fallback = "75",
+     .minimum = 1,
+     .maximum = 100,
+     .help = "The most that one tenant has of blocks, roots, sequences, leases, transfers, "
+             "instances, sessions, spaces and public_prefixes, in percent of each, where there are "
+             "several tenants."},
     {.name = "lease_ms",
      .kind = KVK_OPTION_DURATION,
      AT(lease_ms),

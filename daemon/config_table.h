@@ -26,7 +26,7 @@ struct kvk_config_file {
 extern const struct kvk_option_table kvk_config_table;
 
 /* config_tenants.c: [tenant NAME] and [credential NAME] */
-#define KVK_CONFIG_TENANT_FIELD_COUNT 14
+#define KVK_CONFIG_TENANT_FIELD_COUNT 15
 #define KVK_CONFIG_CREDENTIAL_FIELD_COUNT 5
 extern const struct kvk_option_field kvk_config_tenant_fields[KVK_CONFIG_TENANT_FIELD_COUNT];
 extern const struct kvk_option_field

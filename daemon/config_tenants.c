@@ -298,6 +298,14 @@ const struct kvk_option_field kvk_config_tenant_fields[] = {
      TENANT_AT(quota.idle_ms),
      .fallback = "0",
      .help = "After so long unused its blocks go. 0: never for that."},
+    {.name = "metadata_limit_bytes",
+     .kind = KVK_OPTION_SIZE,
+     TENANT_AT(quota.metadata_limit_bytes),
+     .fallback = "0",
+     .maximum = UINT64_C(1) << 52,
+     .help =
+         "What is kept for it besides the bytes of its blocks: see limits.tenant_metadata_bytes, "
+         "which holds where this is 0. Whole MiB."},
     {.name = "mode",
      .kind = KVK_OPTION_CHOICE,
      TENANT_AT(mode),

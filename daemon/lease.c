@@ -32,7 +32,9 @@ static struct kvk_lease *lease_create(uint32_t group_count, uint64_t block_count
     if (lease == NULL) {
         return NULL;
     }
-    *lease = (struct kvk_lease){0};
+    *lease = (struct kvk_lease){
+        .metadata_bytes = sizeof(*lease) + entries * (sizeof(uint32_t) + 1),
+    };
     uint32_t *blocks = (uint32_t *)(void *)(lease + 1);
     uint8_t *pins = (uint8_t *)(blocks + entries);
     for (uint32_t g = 0; g < group_count; g++) {
@@ -55,6 +57,7 @@ static void lease_link(struct kvk_cache *cache, struct kvk_lease *lease,
     instance->leases = lease;
     instance->lease_count++;
     kvk_tenant_state_of(cache, space->tenant)->leases++;
+    kvk_metadata_add(cache, space->tenant, KVK_METADATA_LEASES, 1, lease->metadata_bytes);
     space->reference_count++;
     kvk_lease_heap_add(&cache->lease_heap, lease);
 }
@@ -98,6 +101,7 @@ static uint64_t lease_end(struct kvk_cache *cache, struct kvk_lease *lease)
     KVK_ASSERT(instance->lease_count > 0);
     instance->lease_count--;
     kvk_tenant_state_of(cache, lease->space->tenant)->leases--;
+    kvk_metadata_sub(cache, lease->space->tenant, KVK_METADATA_LEASES, 1, lease->metadata_bytes);
     KVK_ASSERT(lease->space->reference_count > 0);
     lease->space->reference_count--;
     free(lease);
@@ -353,6 +357,10 @@ static enum kvk_status pin_take(struct pinning *pinning, struct kvk_lease *lease
     const struct kvk_pin_request *request = pinning->request;
     struct kvk_prefix prefix;
     uint32_t roots[KVK_GROUP_COUNT_MAX];
+    /* Before it is looked up: making the room may cost idle blocks. Refused only if there is a hit.
+     */
+    enum kvk_status admitted = kvk_metadata_admit(cache, space->tenant, KVK_METADATA_LEASES, 1,
+                                                  lease->metadata_bytes, pinning->error);
     kvk_space_roots_find(cache, space, request->prompt.salt, request->prompt.salt_size, roots);
     kvk_disk_prefix_find_memory(cache, space, roots, &request->prompt, pinning->limit_tokens,
                                 &prefix);
@@ -368,6 +376,9 @@ static enum kvk_status pin_take(struct pinning *pinning, struct kvk_lease *lease
     }
     struct kvk_quota_mark mark;
     kvk_quota_mark(cache, space->tenant, &mark);
+    if (admitted != KVK_OK) {
+        return admitted;
+    }
     lease->id = kvk_cache_new_id(cache);
     status = kvk_table_put(&cache->lease_table, lease->id, lease);
     KVK_ASSERT(status == KVK_OK);

@@ -201,6 +201,8 @@ static void withdraw(struct kvk_cache *cache, struct kvk_publication *publicatio
         }
     }
     KVK_ASSERT(publication->space->reference_count > 0);
+    kvk_metadata_sub(cache, publication->space->tenant, KVK_METADATA_PUBLIC, 1,
+                     kvk_metadata_of_publication(publication));
     KVK_ASSERT(cache->publication_count > 0);
     publication->space->reference_count--;
     cache->publication_count--;

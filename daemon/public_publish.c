@@ -83,7 +83,11 @@ static enum kvk_status check_limits(struct publishing *job)
                               "limits.public_prefixes: %u prefixes are public already",
                               cache->config->public_prefixes);
     }
-    return KVK_OK;
+    uint64_t bytes =
+        sizeof(struct kvk_publication) +
+        blocks * (job->space->block_tokens + job->space->group_count) * sizeof(uint32_t) +
+        job->request->prompt.span_count * sizeof(struct kvk_content_span);
+    return kvk_metadata_admit(cache, job->space->tenant, KVK_METADATA_PUBLIC, 1, bytes, job->error);
 }
 
 static void answer(const struct kvk_publication *publication, bool created,
@@ -343,6 +347,8 @@ static void link(struct publishing *job)
     made->published_s = kvk_wall_seconds();
     made->next = cache->publications;
     cache->publications = made;
+    kvk_metadata_add(cache, made->space->tenant, KVK_METADATA_PUBLIC, 1,
+                     kvk_metadata_of_publication(made));
     cache->stats.published++;
     kvk_log(KVK_LOG_INFO, "public_published",
             "public=%llu tenant_id=%llu space=%llu public_space=%llu blocks=%u",

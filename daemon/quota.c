@@ -46,6 +46,7 @@ void kvk_quota_space_link(struct kvk_cache *cache, struct kvk_space *space)
     struct kvk_tenant_state *state = kvk_tenant_state_of(cache, space->tenant);
     space->tenant_next = state->spaces;
     state->spaces = space;
+    kvk_metadata_add(cache, space->tenant, KVK_METADATA_SPACES, 1, kvk_metadata_of_space(space));
     for (uint32_t g = 0; g < space->group_count; g++) {
         for (int i = 0; i < KVK_TIER_COUNT; i++) {
             struct kvk_group_tier *at = &space->groups[g]->tiers[i];
@@ -69,6 +70,7 @@ void kvk_quota_space_unlink(struct kvk_cache *cache, struct kvk_space *space)
         link = &(*link)->tenant_next;
     }
     *link = space->tenant_next;
+    kvk_metadata_sub(cache, space->tenant, KVK_METADATA_SPACES, 1, kvk_metadata_of_space(space));
     KVK_ASSERT(state->group_count >= space->group_count);
     state->group_count -= space->group_count;
     for (int i = 0; i < KVK_TIER_COUNT; i++) {
@@ -114,6 +116,12 @@ enum kvk_status kvk_quota_check(const struct kvk_tenant_quota *quota,
     if (quota->over_quota > KVK_OVER_QUOTA_REFUSE) {
         return kvk_fail_limit(error, KVK_INVALID, KVK_CAUSE_FIELD, "over_quota", quota->over_quota,
                               KVK_OVER_QUOTA_REFUSE, "over_quota: must be evict or refuse");
+    }
+    if (quota->metadata_limit_bytes % KVK_METADATA_UNIT != 0 ||
+        quota->metadata_limit_bytes / KVK_METADATA_UNIT > UINT32_MAX) {
+        return kvk_fail_limit(error, KVK_INVALID, KVK_CAUSE_FIELD, "metadata_limit_bytes",
+                              quota->metadata_limit_bytes, KVK_METADATA_UNIT,
+                              "metadata_limit_bytes: must be a whole number of MiB, or 0");
     }
     if (quota->request_burst > 0 && quota->requests_per_second == 0) {
         return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "request_burst",

@@ -615,7 +615,7 @@ static bool item_land(struct work *work, struct item *item, struct kvk_cursor *c
 {
     struct kvk_cache *cache = work->cache;
     struct kvk_group *group = work->space->groups[item->group];
-    uint32_t id = kvk_room_id_free(cache, work->space->tenant)
+    uint32_t id = kvk_room_id_free(cache, group)
                       ? kvk_block_create(cache, group, item->tier, item->slot)
                       : KVK_BLOCK_NONE;
     if (id == KVK_BLOCK_NONE) {
@@ -629,6 +629,7 @@ static bool item_land(struct work *work, struct item *item, struct kvk_cursor *c
     kvk_block_seal(cache, id);
     enum kvk_status status = kvk_index_insert(cache->index, cursor, content, id, &winner);
     if (status == KVK_OK) {
+        (void)kvk_metadata_extra_add(cache, group, id);
         kvk_events_tiers(cache, group, id, 0, kvk_index_block(cache->index, id)->tier_mask);
         admit(work, group, id, item->position);
     } else if (status == KVK_EXISTS) {
@@ -660,7 +661,7 @@ static bool step(struct work *work, uint32_t g, struct item *item, struct kvk_cu
     }
     bool done = item != NULL
                     ? item_land(work, item, cursor, content)
-                    : kvk_room_id_free(cache, work->space->tenant) &&
+                    : kvk_room_id_free(cache, work->space->groups[g]) &&
                           kvk_block_know(cache, work->space->groups[g], cursor, content) == KVK_OK;
     if (parent != KVK_BLOCK_NONE) {
         kvk_index_unanchor(cache->index, parent);

@@ -173,6 +173,34 @@ static int compare_groups(const void *left, const void *right)
     return a->group < b->group ? -1 : a->group > b->group;
 }
 
+enum kvk_status kvk_report_metadata(struct kvk_cache *cache, const struct kvk_caller *caller,
+                                    struct kvk_view tenant, struct kvk_metadata_report **rows,
+                                    uint32_t *row_count, struct kvk_error *error)
+{
+    struct kvk_scope scope;
+    enum kvk_status status = kvk_scope_init(cache, caller, tenant, &scope, error);
+    if (status != KVK_OK) {
+        return status;
+    }
+    struct kvk_metadata_report *list = calloc(KVK_TENANT_COUNT_MAX, sizeof(list[0]));
+    if (list == NULL) {
+        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "%s", no_rows_memory);
+    }
+    uint32_t count = 0;
+    kvk_lock(&cache->lock);
+    for (uint32_t i = 0; i < kvk_tenants_count(cache->tenants); i++) {
+        const struct kvk_tenant *one = cache->tenant_states[i].tenant;
+        if (one != NULL && kvk_scope_sees(&scope, one)) {
+            kvk_metadata_report(cache, one, &list[count]);
+            count++;
+        }
+    }
+    kvk_unlock(&cache->lock);
+    *rows = list;
+    *row_count = count;
+    return KVK_OK;
+}
+
 enum kvk_status kvk_report_occupancy(struct kvk_cache *cache, const struct kvk_caller *caller,
                                      struct kvk_view tenant,
                                      struct kvk_tier_report tiers[KVK_TIER_COUNT],

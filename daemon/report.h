@@ -7,6 +7,7 @@
 #ifndef KVK_DAEMON_REPORT_H
 #define KVK_DAEMON_REPORT_H
 
+#include "daemon/metadata.h"
 #include "daemon/sequence.h"
 #include "daemon/session.h"
 
@@ -44,6 +45,14 @@ KVK_CHECKED enum kvk_status
 kvk_report_occupancy(struct kvk_cache *cache, const struct kvk_caller *caller,
                      struct kvk_view tenant, struct kvk_tier_report tiers[KVK_TIER_COUNT],
                      struct kvk_group_report **rows, uint32_t *row_count, struct kvk_error *error);
+
+/* What is kept for each tenant that the credential may see and that has used anything. Rows are the
+ * caller's to free(). */
+KVK_CHECKED enum kvk_status kvk_report_metadata(struct kvk_cache *cache,
+                                                const struct kvk_caller *caller,
+                                                struct kvk_view tenant,
+                                                struct kvk_metadata_report **rows,
+                                                uint32_t *row_count, struct kvk_error *error);
 
 struct kvk_space_report {
     uint64_t space_id;

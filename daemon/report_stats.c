@@ -156,6 +156,8 @@ struct tenant_figures {
     struct kvk_tenant_usage usage;
     struct kvk_tenant_quota quota;
     uint64_t bytes[KVK_TIER_COUNT];
+    uint64_t metadata_bytes;
+    uint64_t metadata_limit_bytes;
     uint64_t instances;
     uint64_t sequences;
     uint64_t leases;
@@ -227,6 +229,8 @@ static void figures_take(struct kvk_cache *cache, struct figures *figures)
             kvk_usage_refresh(cache, state);
             figures->tenants[i].usage = state->usage;
             figures->tenants[i].quota = state->quota;
+            figures->tenants[i].metadata_bytes = kvk_metadata_bytes(cache, state->tenant);
+            figures->tenants[i].metadata_limit_bytes = kvk_metadata_limit(cache, state->tenant);
         }
         for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
             figures->tenants[i].bytes[tier] =
@@ -453,6 +457,10 @@ static void visit_tenants(const struct visitor *visitor, const struct kvk_cache 
         }
         visit_labelled(visitor, "kvkeep_tenant_instances", "tenant", name, NULL, NULL,
                        tenant->instances);
+        visit_labelled(visitor, "kvkeep_tenant_metadata_bytes", "tenant", name, NULL, NULL,
+                       tenant->metadata_bytes);
+        visit_labelled(visitor, "kvkeep_tenant_metadata_limit_bytes", "tenant", name, NULL, NULL,
+                       tenant->metadata_limit_bytes);
         visit_labelled(visitor, "kvkeep_tenant_sequences", "tenant", name, NULL, NULL,
                        tenant->sequences);
         visit_labelled(visitor, "kvkeep_tenant_leases", "tenant", name, NULL, NULL, tenant->leases);

@@ -367,6 +367,10 @@ static void record_insert(struct kvk_restore *restore, uint32_t number, uint32_t
     if (status != KVK_OK) {
         kvk_block_step(block, KVK_BLOCK_DISCARD);
         kvk_index_block_free(cache->index, id);
+    } else {
+        kvk_metadata_add(cache, record->group->space->tenant, KVK_METADATA_BLOCKS, 1,
+                         record->group->record_bytes);
+        (void)kvk_metadata_extra_add(cache, record->group, id);
     }
     if (status == KVK_DATA_LOSS) {
         restore->counts.wrong++;

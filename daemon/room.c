@@ -10,6 +10,7 @@
 #include "base/log.h"
 #include "daemon/scrub.h"
 
+#define RECORD_EVICTIONS_MAX 1024 /* for one thing that is larger than a record */
 #define BLOCK_ID_EVICTIONS_MAX 64 /* for one id, since a victim may stay as a hollow ancestor */
 
 /* ---- Refusals ---- */
@@ -381,41 +382,84 @@ static bool may_lose_id(const struct kvk_cache *cache, const struct kvk_group *g
     return tenant == asking || kvk_quota_spare(cache, tenant, tier) >= group->block_bytes;
 }
 
-bool kvk_room_id_free(struct kvk_cache *cache, const struct kvk_tenant *asking)
+/* Whose record is worth least, among those that may go: leaves that nobody holds. */
+static uint32_t record_victim(struct kvk_cache *cache, const struct kvk_tenant *asking,
+                              bool own_alone)
 {
-    KVK_ASSERT(kvk_lock_held(&cache->lock));
-    for (uint32_t tries = 0; tries < BLOCK_ID_EVICTIONS_MAX; tries++) {
-        if (kvk_index_block_count(cache->index) < cache->config->blocks) {
-            return true;
-        }
-        uint64_t now = kvk_policy_now(cache);
-        uint32_t victim = KVK_BLOCK_NONE;
-        double least = 0;
-        for (int i = KVK_TIER_COUNT - 1; i >= 0 && victim == KVK_BLOCK_NONE; i--) {
-            uint32_t number = 0;
-            struct kvk_group *group;
-            while ((group = kvk_room_next_group(cache, (enum kvk_tier)i, &number)) != NULL) {
-                double score;
-                uint32_t head = kvk_evict_queue_peek(&group->tiers[i].queue, now, &score);
-                if (head == KVK_BLOCK_NONE && kvk_room_is_last_memory(group, (enum kvk_tier)i)) {
-                    head = kvk_evict_queue_peek(&group->tiers[i].clean, now, &score);
-                }
-                if (head != KVK_BLOCK_NONE && may_lose_id(cache, group, (enum kvk_tier)i, asking) &&
-                    kvk_block_is_leaf(group, kvk_index_block(cache->index, head)) &&
-                    (victim == KVK_BLOCK_NONE || score < least)) {
-                    victim = head;
-                    least = score;
-                }
+    uint64_t now = kvk_policy_now(cache);
+    uint32_t victim = KVK_BLOCK_NONE;
+    double least = 0;
+    for (int i = KVK_TIER_COUNT - 1; i >= 0 && victim == KVK_BLOCK_NONE; i--) {
+        uint32_t number = 0;
+        struct kvk_group *group;
+        while ((group = kvk_room_next_group(cache, (enum kvk_tier)i, &number)) != NULL) {
+            double score;
+            if (own_alone && group->space->tenant != asking) {
+                continue;
+            }
+            uint32_t head = kvk_evict_queue_peek(&group->tiers[i].queue, now, &score);
+            if (head == KVK_BLOCK_NONE && kvk_room_is_last_memory(group, (enum kvk_tier)i)) {
+                head = kvk_evict_queue_peek(&group->tiers[i].clean, now, &score);
+            }
+            if (head != KVK_BLOCK_NONE && may_lose_id(cache, group, (enum kvk_tier)i, asking) &&
+                kvk_block_is_leaf(group, kvk_index_block(cache->index, head)) &&
+                (victim == KVK_BLOCK_NONE || score < least)) {
+                victim = head;
+                least = score;
             }
         }
-        if (victim == KVK_BLOCK_NONE) {
+    }
+    return victim;
+}
+
+static bool record_forget(struct kvk_cache *cache, const struct kvk_tenant *asking, bool own_alone)
+{
+    if (own_alone &&
+        kvk_tenant_state_of(cache, asking)->quota.over_quota == KVK_OVER_QUOTA_REFUSE) {
+        return false;
+    }
+    uint32_t victim = record_victim(cache, asking, own_alone);
+    if (victim == KVK_BLOCK_NONE) {
+        return false;
+    }
+    kvk_tenant_state_of(cache, asking)->usage.limit_evictions += own_alone ? 1 : 0;
+    kvk_gone_begin(cache, own_alone ? KVK_GONE_QUOTA : KVK_GONE_LIMIT, NULL);
+    forget_all_copies(cache, victim);
+    kvk_gone_end(cache);
+    return true;
+}
+
+static bool has_id(const struct kvk_cache *cache, const struct kvk_group *group, bool *own_alone)
+{
+    *own_alone = !kvk_metadata_has_room(cache, group);
+    return !*own_alone && kvk_index_block_count(cache->index) < cache->config->blocks;
+}
+
+bool kvk_room_id_free(struct kvk_cache *cache, const struct kvk_group *group)
+{
+    const struct kvk_tenant *asking = group->space->tenant;
+    bool own_alone;
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    for (uint32_t tries = 0; tries < BLOCK_ID_EVICTIONS_MAX; tries++) {
+        if (has_id(cache, group, &own_alone)) {
+            return true;
+        }
+        if (!record_forget(cache, asking, own_alone)) {
             return false;
         }
-        kvk_gone_begin(cache, KVK_GONE_LIMIT, NULL);
-        forget_all_copies(cache, victim);
-        kvk_gone_end(cache);
     }
-    return kvk_index_block_count(cache->index) < cache->config->blocks;
+    return has_id(cache, group, &own_alone);
+}
+
+void kvk_room_records_free(struct kvk_cache *cache, const struct kvk_tenant *tenant, uint64_t bytes)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    for (uint32_t tries = 0;
+         tries < RECORD_EVICTIONS_MAX && kvk_metadata_bytes(cache, tenant) > bytes; tries++) {
+        if (!record_forget(cache, tenant, true)) {
+            return;
+        }
+    }
 }
 
 static enum kvk_status refuse_blocks(struct kvk_cache *cache, struct kvk_space *space,
@@ -423,11 +467,19 @@ static enum kvk_status refuse_blocks(struct kvk_cache *cache, struct kvk_space *
                                      const struct kvk_caller *caller, struct kvk_error *error)
 {
     struct kvk_error refusal;
-    enum kvk_status status =
-        kvk_fail_limit(&refusal, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "blocks",
-                       kvk_index_block_count(cache->index), cache->config->blocks,
-                       "all %u blocks of the configuration are in use", cache->config->blocks);
-    kvk_error_retry(&refusal, 1000);
+    enum kvk_status status = KVK_OK;
+    for (uint32_t g = 0; g < space->group_count && status == KVK_OK; g++) {
+        if (want->counts[g] > 0 && !kvk_metadata_has_room(cache, space->groups[g])) {
+            status = kvk_metadata_refuse_block(cache, space->groups[g], &refusal);
+        }
+    }
+    if (status == KVK_OK) {
+        status =
+            kvk_fail_limit(&refusal, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "blocks",
+                           kvk_index_block_count(cache->index), cache->config->blocks,
+                           "all %u blocks of the configuration are in use", cache->config->blocks);
+        kvk_error_retry(&refusal, 1000);
+    }
     kvk_refusal_note(cache, caller, space->tenant, want->sequence_id, 0, &refusal);
     if (error != NULL) {
         *error = refusal;
@@ -463,7 +515,7 @@ static enum kvk_status blocks_get(struct kvk_cache *cache, struct kvk_space *spa
                 break;
             }
             uint32_t block = KVK_BLOCK_NONE;
-            if (kvk_room_id_free(cache, space->tenant)) {
+            if (kvk_room_id_free(cache, group)) {
                 block = kvk_block_create(cache, group, want->tier, slot);
             }
             if (block == KVK_BLOCK_NONE) {

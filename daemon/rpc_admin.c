@@ -207,10 +207,55 @@ static void fill_remote_store(Kvkeep__V1__RemoteStore *store,
     store->spaces_out = report->spaces_out;
 }
 
+static void fill_metadata(Kvkeep__V1__TenantMetadata *row, Kvkeep__V1__MetadataUse *uses,
+                          Kvkeep__V1__MetadataUse **pointers,
+                          const struct kvk_metadata_report *report)
+{
+    kvkeep__v1__tenant_metadata__init(row);
+    row->tenant = tenant_name(report->tenant);
+    row->bytes = report->bytes;
+    row->limit_bytes = report->limit_bytes;
+    row->n_uses = KVK_METADATA_KINDS;
+    row->uses = pointers;
+    for (int i = 0; i < KVK_METADATA_KINDS; i++) {
+        kvkeep__v1__metadata_use__init(&uses[i]);
+        uses[i].kind = kvk_rpc_text(kvk_metadata_name((enum kvk_metadata_kind)i));
+        uses[i].count = report->kinds[i].count;
+        uses[i].count_limit = report->kinds[i].count_limit;
+        uses[i].bytes = report->kinds[i].bytes;
+        pointers[i] = &uses[i];
+    }
+}
+
+static enum kvk_status take_metadata(struct kvk_rpc_run *run,
+                                     const struct kvk_metadata_report *reports, size_t count,
+                                     Kvkeep__V1__GetOccupancyResponse *response,
+                                     struct kvk_error *error)
+{
+    struct kvk_rpc_arena *arena = &run->memory->arena;
+    size_t kinds = count * KVK_METADATA_KINDS;
+    void **pointers = NULL;
+    Kvkeep__V1__TenantMetadata *rows = take_rows(run, count, sizeof(*rows), &pointers);
+    Kvkeep__V1__MetadataUse *uses = kvk_rpc_arena_take_extra(arena, kinds * sizeof(*uses));
+    Kvkeep__V1__MetadataUse **use_pointers =
+        kvk_rpc_arena_take_extra(arena, kinds * sizeof(*use_pointers));
+    if (rows == NULL || uses == NULL || use_pointers == NULL) {
+        return no_memory(error);
+    }
+    for (size_t i = 0; i < count; i++) {
+        fill_metadata(&rows[i], &uses[i * KVK_METADATA_KINDS],
+                      &use_pointers[i * KVK_METADATA_KINDS], &reports[i]);
+    }
+    response->n_metadata = count;
+    response->metadata = (Kvkeep__V1__TenantMetadata **)pointers;
+    return KVK_OK;
+}
+
 static enum kvk_status reply_occupancy(struct kvk_rpc_run *run,
                                        const struct kvk_tier_report tiers[KVK_TIER_COUNT],
                                        const struct kvk_group_report *reports, size_t count,
-                                       struct kvk_error *error)
+                                       const struct kvk_metadata_report *metadata,
+                                       size_t metadata_count, struct kvk_error *error)
 {
     Kvkeep__V1__GetOccupancyResponse response = KVKEEP__V1__GET_OCCUPANCY_RESPONSE__INIT;
     Kvkeep__V1__TierUse uses[KVK_TIER_COUNT];
@@ -249,7 +294,8 @@ static enum kvk_status reply_occupancy(struct kvk_rpc_run *run,
     }
     response.n_rows = count;
     response.rows = (Kvkeep__V1__OccupancyRow **)pointers;
-    return kvk_rpc_reply(run, &response.base, error);
+    enum kvk_status status = take_metadata(run, metadata, metadata_count, &response, error);
+    return status == KVK_OK ? kvk_rpc_reply(run, &response.base, error) : status;
 }
 
 KVK_RPC_HANDLER(kvk_rpc_get_occupancy)
@@ -258,16 +304,23 @@ KVK_RPC_HANDLER(kvk_rpc_get_occupancy)
     struct kvk_view tenant;
     struct kvk_tier_report tiers[KVK_TIER_COUNT];
     struct kvk_group_report *reports = NULL;
+    struct kvk_metadata_report *metadata = NULL;
     uint32_t count = 0;
+    uint32_t metadata_count = 0;
     enum kvk_status status = check_tenant(&asked->tenant, &tenant, error);
     if (status == KVK_OK) {
         status = kvk_report_occupancy(run->rpc->cache, &run->caller, tenant, tiers, &reports,
                                       &count, error);
     }
     if (status == KVK_OK) {
-        status = reply_occupancy(run, tiers, reports, count, error);
-        free(reports);
+        status = kvk_report_metadata(run->rpc->cache, &run->caller, tenant, &metadata,
+                                     &metadata_count, error);
     }
+    if (status == KVK_OK) {
+        status = reply_occupancy(run, tiers, reports, count, metadata, metadata_count, error);
+    }
+    free(reports);
+    free(metadata);
     return status;
 }
 

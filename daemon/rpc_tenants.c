@@ -91,7 +91,8 @@ static enum kvk_status take_quota(const Kvkeep__V1__TenantQuota *message,
                         [KVK_TIER_HOST] = message->host_limit_bytes,
                         [KVK_TIER_DISK] = message->disk_limit_bytes},
         .over_quota = message->refuse_over_quota ? KVK_OVER_QUOTA_REFUSE : KVK_OVER_QUOTA_EVICT,
-        .idle_ms = message->idle_ms};
+        .idle_ms = message->idle_ms,
+        .metadata_limit_bytes = message->metadata_limit_bytes};
     enum kvk_status status =
         take_count(message->sequences, "quota.sequences", &quota->sequences, error);
     if (status == KVK_OK) {
@@ -127,6 +128,7 @@ static void give_quota(const struct kvk_tenant_quota *quota, Kvkeep__V1__TenantQ
     message->request_burst = quota->request_burst;
     message->refuse_over_quota = quota->over_quota == KVK_OVER_QUOTA_REFUSE;
     message->idle_ms = quota->idle_ms;
+    message->metadata_limit_bytes = quota->metadata_limit_bytes;
 }
 
 /* What changes, for the audit log. */
@@ -146,7 +148,8 @@ static void change_text(const struct kvk_tenant_change *change, char text[DETAIL
         (void)snprintf(
             text + used, DETAILS_SIZE - used,
             "guaranteed_bytes=%llu,%llu,%llu limit_bytes=%llu,%llu,%llu sequences=%u leases=%u "
-            "requests_per_second=%u request_burst=%u over_quota=%s idle_ms=%llu",
+            "requests_per_second=%u request_burst=%u over_quota=%s idle_ms=%llu "
+            "metadata_limit_bytes=%llu",
             (unsigned long long)quota->guaranteed_bytes[0],
             (unsigned long long)quota->guaranteed_bytes[1],
             (unsigned long long)quota->guaranteed_bytes[2],
@@ -154,7 +157,7 @@ static void change_text(const struct kvk_tenant_change *change, char text[DETAIL
             (unsigned long long)quota->limit_bytes[2], quota->sequences, quota->leases,
             quota->requests_per_second, quota->request_burst,
             quota->over_quota == KVK_OVER_QUOTA_REFUSE ? "refuse" : "evict",
-            (unsigned long long)quota->idle_ms);
+            (unsigned long long)quota->idle_ms, (unsigned long long)quota->metadata_limit_bytes);
     }
 }
 

@@ -67,22 +67,73 @@ static bool group_grow(struct kvk_sequence_group *group, uint64_t blocks)
     return true;
 }
 
-enum kvk_status kvk_sequence_grow(struct kvk_sequence *sequence, uint64_t tokens, uint64_t blocks,
-                                  uint32_t spans, struct kvk_error *error)
+uint64_t kvk_sequence_metadata(const struct kvk_sequence *sequence)
 {
+    uint64_t bytes = sequence->fixed_bytes + sequence->extra_bytes +
+                     sequence->token_capacity * sizeof(uint32_t) +
+                     sequence->span_capacity * sizeof(*sequence->spans);
+    for (uint32_t g = 0; g < KVK_GROUP_COUNT_MAX; g++) {
+        bytes += sequence->groups[g].block_capacity * (uint64_t)(sizeof(uint32_t) + 1);
+    }
+    return bytes;
+}
+
+static void metadata_update(struct kvk_cache *cache, struct kvk_sequence *sequence)
+{
+    const struct kvk_tenant *tenant = sequence->space->tenant;
+    kvk_metadata_sub(cache, tenant, KVK_METADATA_SEQUENCES, 0, sequence->metadata_bytes);
+    sequence->metadata_bytes = kvk_sequence_metadata(sequence);
+    kvk_metadata_add(cache, tenant, KVK_METADATA_SEQUENCES, 0, sequence->metadata_bytes);
+}
+
+void kvk_sequence_extra_use(struct kvk_cache *cache, struct kvk_sequence *sequence, uint64_t bytes)
+{
+    sequence->extra_bytes -= bytes < sequence->extra_bytes ? bytes : sequence->extra_bytes;
+    metadata_update(cache, sequence);
+}
+
+/* What array_grow() adds, in elements. */
+static uint64_t array_growth(uint64_t capacity, uint64_t needed)
+{
+    uint64_t wanted = capacity + capacity / 2;
+    return needed <= capacity ? 0 : (wanted < needed ? needed : wanted) - capacity;
+}
+
+enum kvk_status kvk_sequence_grow(struct kvk_cache *cache, struct kvk_sequence *sequence,
+                                  uint64_t tokens, uint64_t blocks, uint32_t spans,
+                                  uint64_t extra_bytes, struct kvk_error *error)
+{
+    uint32_t group_count = sequence->space->group_count;
+    uint64_t more = extra_bytes +
+                    array_growth(sequence->token_capacity, tokens) * sizeof(uint32_t) +
+                    array_growth(sequence->groups[0].block_capacity, blocks) * group_count *
+                        (sizeof(uint32_t) + 1);
+    more += spans > sequence->span_capacity
+                ? (spans - sequence->span_capacity) * sizeof(*sequence->spans)
+                : 0;
+    enum kvk_status status = KVK_OK;
+    if (more > 0) {
+        status = kvk_metadata_admit(cache, sequence->space->tenant, KVK_METADATA_SEQUENCES, 0, more,
+                                    error);
+    }
+    if (status != KVK_OK) {
+        return status;
+    }
     void *token_array = sequence->tokens;
     bool grown = array_grow(&token_array, sequence->token_capacity, tokens, sizeof(uint32_t),
                             &sequence->token_capacity);
     sequence->tokens = token_array;
-    if (grown && spans > sequence->span_count) {
+    if (grown && spans > sequence->span_capacity) {
         void *span_array = realloc(sequence->spans, spans * sizeof(*sequence->spans));
         grown = span_array != NULL;
         sequence->spans = grown ? span_array : sequence->spans;
+        sequence->span_capacity = grown ? spans : sequence->span_capacity;
     }
-    uint32_t group_count = sequence->space->group_count;
     for (uint32_t g = 0; g < group_count && grown; g++) {
         grown = group_grow(&sequence->groups[g], blocks);
     }
+    sequence->extra_bytes += extra_bytes;
+    metadata_update(cache, sequence);
     return grown ? KVK_OK : no_memory(error);
 }
 
@@ -106,6 +157,7 @@ enum kvk_status kvk_sequence_create(const struct kvk_sequence_size *size,
     if (made && size->spans > 0) {
         created->spans = malloc(size->spans * sizeof(*created->spans));
         made = created->spans != NULL;
+        created->span_capacity = size->spans;
     }
     if (made && size->salt_size > 0) {
         created->salt = malloc(size->salt_size);
@@ -119,6 +171,8 @@ enum kvk_status kvk_sequence_create(const struct kvk_sequence_size *size,
         kvk_sequence_free(created);
         return no_memory(error);
     }
+    created->fixed_bytes =
+        sizeof(*created) + size->salt_size + size->hints * sizeof(*created->hints);
     *sequence = created;
     return KVK_OK;
 }
@@ -131,6 +185,10 @@ enum kvk_status kvk_sequence_link(struct kvk_cache *cache, struct kvk_sequence *
 {
     struct kvk_tenant_state *tenant = kvk_tenant_state_of(cache, space->tenant);
     enum kvk_status status = kvk_quota_check_count(tenant, true, 1, error);
+    uint64_t bytes = kvk_sequence_metadata(sequence);
+    if (status == KVK_OK) {
+        status = kvk_metadata_admit(cache, space->tenant, KVK_METADATA_SEQUENCES, 1, bytes, error);
+    }
     if (status != KVK_OK) {
         return status;
     }
@@ -153,6 +211,8 @@ enum kvk_status kvk_sequence_link(struct kvk_cache *cache, struct kvk_sequence *
     instance->sequences = sequence;
     instance->sequence_count++;
     tenant->sequences++;
+    sequence->metadata_bytes = bytes;
+    kvk_metadata_add(cache, space->tenant, KVK_METADATA_SEQUENCES, 1, bytes);
     space->reference_count++;
     return KVK_OK;
 }
@@ -174,6 +234,8 @@ static void sequence_unlink(struct kvk_cache *cache, struct kvk_sequence *sequen
     KVK_ASSERT(instance->sequence_count > 0);
     instance->sequence_count--;
     kvk_tenant_state_of(cache, sequence->space->tenant)->sequences--;
+    kvk_metadata_sub(cache, sequence->space->tenant, KVK_METADATA_SEQUENCES, 1,
+                     sequence->metadata_bytes);
     KVK_ASSERT(sequence->space->reference_count > 0);
     sequence->space->reference_count--;
 }

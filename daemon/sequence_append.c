@@ -283,11 +283,14 @@ static enum kvk_status append_drops(struct kvk_cache *cache, struct kvk_sequence
     for (uint32_t g = 0; g < sequence->space->group_count; g++) {
         first_block[g] = sequence->groups[g].block_count - (growth.copy[g] ? 1 : 0);
     }
-    status = kvk_sequence_grow(sequence, sequence->length + request->token_count,
+    uint64_t extra =
+        kvk_metadata_extra_most(request->spans, request->span_count, sequence->space->block_tokens,
+                                sequence->space->group_count);
+    status = kvk_sequence_grow(cache, sequence, sequence->length + request->token_count,
                                sequence->groups[0].block_count + growth.new_blocks + UINT64_C(1),
-                               sequence->span_count + request->span_count, error);
+                               sequence->span_count + request->span_count, extra, error);
     if (status != KVK_OK) {
-        return status;
+        return kvk_sequence_refused(cache, caller, sequence, status, error);
     }
     /* The tokens before are done with: what only their queries saw makes room for the new ones. */
     kvk_sequence_slide(cache, sequence, kvk_sequence_settled(sequence));

@@ -70,6 +70,7 @@ static enum kvk_status children_create_unlocked(struct forking *forking)
         if (parent->salt_size > 0) {
             memcpy(child->salt, parent->salt, parent->salt_size);
         }
+        child->extra_bytes = parent->extra_bytes;
     }
     return KVK_OK;
 }
@@ -138,6 +139,14 @@ static enum kvk_status children_link(struct forking *forking)
     }
     const struct kvk_tenant_state *tenant = kvk_tenant_state_of(cache, parent->space->tenant);
     enum kvk_status status = kvk_quota_check_count(tenant, true, forking->count, forking->error);
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < forking->count; i++) {
+        bytes += kvk_sequence_metadata(forking->children[i]);
+    }
+    if (status == KVK_OK) {
+        status = kvk_metadata_admit(cache, parent->space->tenant, KVK_METADATA_SEQUENCES,
+                                    forking->count, bytes, forking->error);
+    }
     if (status != KVK_OK) {
         return status;
     }

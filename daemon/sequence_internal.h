@@ -39,10 +39,17 @@ KVK_CHECKED enum kvk_status kvk_sequence_create(const struct kvk_sequence_size *
                                                 struct kvk_sequence **sequence,
                                                 struct kvk_error *error);
 void kvk_sequence_free(struct kvk_sequence *sequence); /* the memory alone */
-/* Room for more; amortised. */
-KVK_CHECKED enum kvk_status kvk_sequence_grow(struct kvk_sequence *sequence, uint64_t tokens,
-                                              uint64_t blocks, uint32_t spans,
+/* Room for more, amortised, and for so many content bytes. KVK_EXHAUSTED: the tenant's limit too.
+ */
+KVK_CHECKED enum kvk_status kvk_sequence_grow(struct kvk_cache *cache,
+                                              struct kvk_sequence *sequence, uint64_t tokens,
+                                              uint64_t blocks, uint32_t spans, uint64_t extra_bytes,
                                               struct kvk_error *error);
+
+/* As its tenant is charged for it: metadata.h. */
+uint64_t kvk_sequence_metadata(const struct kvk_sequence *sequence);
+/* So many of the content bytes that room is kept for are a block's now. */
+void kvk_sequence_extra_use(struct kvk_cache *cache, struct kvk_sequence *sequence, uint64_t bytes);
 
 /* Give it an id and its place in the instance. KVK_EXHAUSTED: config.sequences. */
 KVK_CHECKED enum kvk_status kvk_sequence_link(struct kvk_cache *cache,

@@ -24,6 +24,7 @@ struct opening {
     struct kvk_instance *instance; /* while the lock is held */
     struct kvk_space *space;
     struct kvk_sequence_size size;
+    uint64_t extra_bytes; /* for content bytes of the blocks that it will seal */
     uint64_t repeated_id; /* the answer to this request id lives; 0: none */
     bool lookup;
     bool own_alone;     /* without what is public: there is no room for its namesakes */
@@ -129,6 +130,9 @@ static enum kvk_status open_find(struct opening *opening)
         .salt_size = request->prompt.salt_size,
         .hints = request->prompt.hint_count,
     };
+    opening->extra_bytes =
+        kvk_metadata_extra_most(request->prompt.spans, request->prompt.span_count,
+                                opening->space->block_tokens, opening->space->group_count);
     return KVK_OK;
 }
 
@@ -139,8 +143,12 @@ static enum kvk_status open_fill(struct opening *opening)
     struct kvk_sequence *sequence = opening->sequence;
     const struct kvk_prompt *prompt = &opening->request->prompt;
     uint32_t roots[KVK_GROUP_COUNT_MAX];
-    enum kvk_status status = kvk_space_roots(opening->cache, opening->space, prompt->salt,
-                                             prompt->salt_size, roots, opening->error);
+    enum kvk_status status = kvk_space_roots_admit(opening->cache, opening->space, prompt->salt,
+                                                   prompt->salt_size, opening->error);
+    if (status == KVK_OK) {
+        status = kvk_space_roots(opening->cache, opening->space, prompt->salt, prompt->salt_size,
+                                 roots, opening->error);
+    }
     if (status != KVK_OK) {
         return status;
     }
@@ -255,10 +263,12 @@ static bool open_namesakes(struct opening *opening, const struct kvk_prefix *pre
         struct kvk_sequence_group *table = &opening->sequence->groups[g];
         while (table->cursor.blocks < prefix->blocks) {
             struct kvk_cursor cursor = table->cursor;
-            if (!kvk_room_id_free(cache, space->tenant) ||
+            if (!kvk_room_id_free(cache, space->groups[g]) ||
                 kvk_block_know(cache, space->groups[g], &cursor, &content) != KVK_OK) {
                 return false;
             }
+            kvk_sequence_extra_use(cache, opening->sequence,
+                                   kvk_metadata_extra_of(cache, cursor.block));
             kvk_sequence_move_cursor(cache, table, cursor);
         }
     }
@@ -554,6 +564,10 @@ static enum kvk_status open_run_drops(struct opening *opening)
     struct kvk_sequence *sequence = opening->sequence;
     kvk_sequence_busy_begin(sequence);
     enum kvk_status status = open_fill(opening);
+    if (status == KVK_EXHAUSTED && opening->error != NULL) {
+        kvk_refusal_note(opening->cache, opening->caller, opening->space->tenant, 0, 0,
+                         opening->error);
+    }
     if (status == KVK_OK) {
         status = open_take_drops(opening);
     }
@@ -607,6 +621,7 @@ static enum kvk_status open_try(struct opening *opening, struct kvk_sequence_rep
     if (status != KVK_OK) {
         return status;
     }
+    opening->sequence->extra_bytes = opening->extra_bytes;
 
     kvk_lock(&cache->lock);
     status = open_find(opening);

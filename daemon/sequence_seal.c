@@ -234,6 +234,8 @@ static void index_block(struct kvk_cache *cache, struct kvk_sequence *sequence, 
     uint32_t winner = KVK_BLOCK_NONE;
     enum kvk_status status = kvk_index_insert(cache->index, &cursor, &content, id, &winner);
     if (status == KVK_OK) {
+        uint64_t extra = kvk_metadata_extra_add(cache, sequence->space->groups[group], id);
+        kvk_sequence_extra_use(cache, sequence, extra);
         kvk_events_tiers(cache, sequence->space->groups[group], id, 0,
                          kvk_index_block(cache->index, id)->tier_mask);
         admit(cache, sequence, group, id, position);

@@ -190,6 +190,15 @@ static enum kvk_status choose_instance(struct kvk_cache *cache, const struct kvk
     if (cache->session_table.count >= cache->config->sessions) {
         return refuse_limit(error, "limits.sessions", cache->config->sessions);
     }
+    enum kvk_status status = kvk_metadata_admit(cache, tenant, KVK_METADATA_SESSIONS, 1,
+                                                sizeof(struct kvk_session), error);
+    if (status == KVK_OK && fresh != NULL) {
+        status = kvk_metadata_admit(cache, tenant, KVK_METADATA_INSTANCES, 1,
+                                    sizeof(struct kvk_session) + sizeof(*fresh), error);
+    }
+    if (status != KVK_OK) {
+        return status;
+    }
     if (fresh != NULL) {
         if (cache->instance_count >= cache->config->instances) {
             return refuse_limit(error, "limits.instances", cache->config->instances);
@@ -222,6 +231,7 @@ static void instance_link(struct kvk_cache *cache, struct kvk_instance *instance
     }
     cache->instances = instance;
     cache->instance_count++;
+    kvk_metadata_add(cache, instance->tenant, KVK_METADATA_INSTANCES, 1, sizeof(*instance));
 }
 
 static void session_link(struct kvk_cache *cache, struct kvk_session *session,
@@ -241,6 +251,8 @@ static void session_link(struct kvk_cache *cache, struct kvk_session *session,
     session->instance_id = instance->id;
     session->next = instance->sessions;
     instance->sessions = session;
+    kvk_metadata_add(cache, session->tenant, KVK_METADATA_SESSIONS, 1, 0);
+    kvk_metadata_session(cache, session);
 
     *welcome = (struct kvk_welcome){.session_id = session->id};
     memcpy(welcome->instance_token, instance->token, KVK_TOKEN_SIZE);
@@ -472,6 +484,7 @@ void kvk_instance_finish(struct kvk_cache *cache, struct kvk_instance *instance)
     }
     KVK_ASSERT(cache->instance_count > 0);
     cache->instance_count--;
+    kvk_metadata_sub(cache, instance->tenant, KVK_METADATA_INSTANCES, 1, sizeof(*instance));
     kvk_secret_wipe(instance->token, sizeof(instance->token));
     free(instance);
 }

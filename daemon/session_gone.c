@@ -124,6 +124,7 @@ static void unlink_session(struct kvk_cache *cache, struct kvk_session *session)
     }
     void *removed = kvk_table_remove(&cache->session_table, session->id);
     KVK_ASSERT(removed == session);
+    kvk_metadata_sub(cache, session->tenant, KVK_METADATA_SESSIONS, 1, session->metadata_bytes);
 }
 
 static void leave_drops(struct kvk_cache *cache, struct kvk_session *session)
@@ -172,6 +173,7 @@ void kvk_session_settle_drops(struct kvk_cache *cache, struct kvk_session *sessi
         return;
     }
     struct kvk_mapping *mappings = kvk_session_mappings_detach(session, false);
+    kvk_metadata_session(cache, session);
     if (mappings != NULL) {
         kvk_unlock(&cache->lock);
         kvk_mappings_destroy_unlocked(cache, mappings);
@@ -219,6 +221,7 @@ static void session_maintain_drops(struct kvk_cache *cache, struct kvk_session *
         return;
     }
     struct kvk_mapping *late = kvk_session_mappings_expire(session, kvk_clock_now(cache->clock));
+    kvk_metadata_session(cache, session);
     if (late != NULL) {
         kvk_unlock(&cache->lock);
         kvk_mappings_destroy_unlocked(cache, late);

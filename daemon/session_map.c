@@ -19,10 +19,12 @@
 
 /* ---- Lists ---- */
 
-static void mapping_link(struct kvk_session *session, struct kvk_mapping *mapping)
+static void mapping_link(struct kvk_cache *cache, struct kvk_session *session,
+                         struct kvk_mapping *mapping)
 {
     mapping->next = session->mappings;
     session->mappings = mapping;
+    kvk_metadata_session(cache, session);
     if (mapping->group != NULL) {
         mapping->group->space->reference_count++;
     }
@@ -270,7 +272,12 @@ static enum kvk_status map_slots(struct kvk_cache *cache, const struct kvk_calle
         status = find_slots(cache, caller, session, request, &group, &shard, error);
     }
     if (status == KVK_OK) {
-        KVK_ASSERT(session != NULL && group != NULL);
+        KVK_ASSERT(session != NULL);
+        status = kvk_metadata_admit(cache, session->tenant, KVK_METADATA_SESSIONS, 0,
+                                    sizeof(*mapping), error);
+    }
+    if (status == KVK_OK) {
+        KVK_ASSERT(group != NULL);
         struct kvk_group_tier *tier = &group->tiers[request->tier];
         mapping->kind = KVK_MAP_SLOTS;
         mapping->writable = !request->read_only;
@@ -278,7 +285,7 @@ static enum kvk_status map_slots(struct kvk_cache *cache, const struct kvk_calle
         mapping->tier = request->tier;
         mapping->shard = shard;
         mapping->scratch.fd = -1;
-        mapping_link(session, mapping);
+        mapping_link(cache, session, mapping);
         mapping_arm(cache, mapping, reply);
         reply->size_bytes = tier->regions[shard].size_bytes;
         reply->slot_stride = group->shard_bytes[shard];
@@ -320,7 +327,8 @@ static enum kvk_status scratch_check(struct kvk_cache *cache, const struct kvk_c
                               "(limits.scratch_bytes)",
                               (unsigned long long)limit);
     }
-    return KVK_OK;
+    return kvk_metadata_admit(cache, (*session)->tenant, KVK_METADATA_SESSIONS, 0,
+                              sizeof(struct kvk_mapping) + request->size_bytes, error);
 }
 
 /* Memory of its own for the mapping, all of it there, so that no use of it can fault. */
@@ -373,7 +381,7 @@ static enum kvk_status map_scratch(struct kvk_cache *cache, const struct kvk_cal
     kvk_lock(&cache->lock);
     status = scratch_check(cache, caller, request, &session, error); /* again: time has passed */
     if (status == KVK_OK) {
-        mapping_link(session, mapping);
+        mapping_link(cache, session, mapping);
         mapping_arm(cache, mapping, reply);
         reply->size_bytes = mapping->scratch.size_bytes;
     }

@@ -250,6 +250,7 @@ static enum kvk_status space_create_unlocked(struct kvk_cache *cache,
             return status;
         }
         space->group_count++;
+        group->record_bytes = kvk_metadata_of_record(group);
     }
     kvk_space_weigh(space);
     *result = space;
@@ -289,9 +290,33 @@ bool kvk_space_reclaim_drops(struct kvk_cache *cache, struct kvk_space *space)
     return true;
 }
 
-/* A place among config.spaces, where need be that of a space which nobody misses. */
-static enum kvk_status place_take_drops(struct kvk_cache *cache, struct kvk_error *error)
+/* A space of the tenant's own that nobody misses goes. */
+static bool own_reclaim_drops(struct kvk_cache *cache, const struct kvk_tenant *tenant)
 {
+    kvk_tier_punch_drops(cache);
+    for (struct kvk_space *space = cache->spaces; space != NULL; space = space->next) {
+        if (space->tenant == tenant && space->mode == KVK_TENANT_ON &&
+            kvk_space_is_unused(cache, space)) {
+            return kvk_space_reclaim_drops(cache, space);
+        }
+    }
+    return false;
+}
+
+/* A place among config.spaces, where need be that of a space which nobody misses. */
+static enum kvk_status place_take_drops(struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                                        size_t identity_size, struct kvk_error *error)
+{
+    /* Its groups' tables are small, and counted when they are there. */
+    uint64_t bytes = sizeof(struct kvk_space) + identity_size;
+    enum kvk_status status =
+        kvk_metadata_admit(cache, tenant, KVK_METADATA_SPACES, 1, bytes, error);
+    if (status != KVK_OK && own_reclaim_drops(cache, tenant)) {
+        status = kvk_metadata_admit(cache, tenant, KVK_METADATA_SPACES, 1, bytes, error);
+    }
+    if (status != KVK_OK) {
+        return status;
+    }
     if (cache->space_count < cache->config->spaces) {
         cache->space_count++;
         return KVK_OK;
@@ -382,7 +407,7 @@ static enum kvk_status open_new_drops(struct kvk_cache *cache, const struct kvk_
                                       struct kvk_error *error)
 {
     struct kvk_space *space = NULL;
-    enum kvk_status status = place_take_drops(cache, error);
+    enum kvk_status status = place_take_drops(cache, tenant, identity_size, error);
     if (status != KVK_OK) {
         free(identity);
         return status;
@@ -453,7 +478,7 @@ enum kvk_status kvk_space_make_public_drops(struct kvk_cache *cache, struct kvk_
     size_t identity_size = source->identity_size;
     KVK_ASSERT(kvk_lock_held(&cache->lock));
     KVK_ASSERT(source->reference_count > 0); /* it stays while the lock is dropped */
-    enum kvk_status status = place_take_drops(cache, error);
+    enum kvk_status status = place_take_drops(cache, tenant, identity_size, error);
     if (status != KVK_OK) {
         return status;
     }
@@ -660,6 +685,24 @@ void kvk_space_roots_find(const struct kvk_cache *cache, const struct kvk_space 
     }
 }
 
+enum kvk_status kvk_space_roots_admit(struct kvk_cache *cache, const struct kvk_space *space,
+                                      const uint8_t *salt, size_t salt_size,
+                                      struct kvk_error *error)
+{
+    uint32_t count = 0;
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < space->group_count; i++) {
+        const struct kvk_root_options options = root_options(space, i, salt, salt_size);
+        if (kvk_index_root_find(cache->index, &options) == KVK_ROOT_NONE) {
+            bytes += kvk_index_root_size(&options);
+            count++;
+        }
+    }
+    return count == 0
+               ? KVK_OK
+               : kvk_metadata_admit(cache, space->tenant, KVK_METADATA_ROOTS, count, bytes, error);
+}
+
 enum kvk_status kvk_space_roots(struct kvk_cache *cache, struct kvk_space *space,
                                 const uint8_t *salt, size_t salt_size,
                                 uint32_t roots[KVK_GROUP_COUNT_MAX], struct kvk_error *error)
@@ -669,7 +712,8 @@ enum kvk_status kvk_space_roots(struct kvk_cache *cache, struct kvk_space *space
         roots[i] = KVK_ROOT_NONE;
     }
     for (uint32_t i = 0; i < space->group_count; i++) {
-        const struct kvk_root_options options = root_options(space, i, salt, salt_size);
+        struct kvk_root_options options = root_options(space, i, salt, salt_size);
+        options.account = &kvk_tenant_state_of(cache, space->tenant)->metadata.roots;
         if (kvk_index_root_open(cache->index, &options, &roots[i]) != KVK_OK) {
             roots[i] = KVK_ROOT_NONE;
             kvk_space_roots_release(cache, space, roots);

@@ -76,7 +76,7 @@ bool kvk_tenant_quota_equal(const struct kvk_tenant_quota *a, const struct kvk_t
     return a->sequences == b->sequences && a->leases == b->leases &&
            a->requests_per_second == b->requests_per_second &&
            a->request_burst == b->request_burst && a->over_quota == b->over_quota &&
-           a->idle_ms == b->idle_ms;
+           a->idle_ms == b->idle_ms && a->metadata_limit_bytes == b->metadata_limit_bytes;
 }
 
 enum kvk_status kvk_tenant_check(const struct kvk_tenant *tenant, struct kvk_error *error)

@@ -134,15 +134,22 @@ static void transfer_take(const struct transferring *to, struct kvk_transfer *tr
         transfer->next->previous = transfer;
     }
     to->session->transfers = transfer;
+    kvk_metadata_add(to->cache, to->session->tenant, KVK_METADATA_TRANSFERS, 1,
+                     transfer->metadata_bytes);
     if (to->lease != NULL) {
         to->lease->open_transfers++;
     }
 }
 
-static enum kvk_status transfer_put(struct kvk_cache *cache, struct kvk_transfer *transfer,
-                                    struct kvk_error *error)
+static enum kvk_status transfer_put(struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                                    struct kvk_transfer *transfer, struct kvk_error *error)
 {
     KVK_ASSERT(transfer != NULL);
+    enum kvk_status status = kvk_metadata_admit(cache, tenant, KVK_METADATA_TRANSFERS, 1,
+                                                transfer->metadata_bytes, error);
+    if (status != KVK_OK) {
+        return status;
+    }
     transfer->id = kvk_cache_new_id(cache);
     if (kvk_table_put(&cache->transfer_table, transfer->id, transfer) == KVK_OK) {
         return KVK_OK;
@@ -205,7 +212,8 @@ enum kvk_status kvk_transfer_begin(struct kvk_cache *cache, const struct kvk_cal
         KVK_UNREACHABLE(); /* a sequence or lease never changes its space */
     }
     if (status == KVK_OK) {
-        status = transfer_put(cache, transfer, error);
+        transfer->metadata_bytes = sizeof(*transfer) + entries * sizeof(*pins);
+        status = transfer_put(cache, to.session->tenant, transfer, error);
     }
     if (status == KVK_OK) {
         transfer->pins = pins;
@@ -244,6 +252,8 @@ void kvk_transfer_finish(struct kvk_cache *cache, struct kvk_transfer *transfer)
     }
     void *removed = kvk_table_remove(&cache->transfer_table, transfer->id);
     KVK_ASSERT(removed == transfer);
+    kvk_metadata_sub(cache, transfer->session->tenant, KVK_METADATA_TRANSFERS, 1,
+                     transfer->metadata_bytes);
     free(transfer->pins);
     free(transfer);
     (void)pthread_cond_broadcast(&cache->changed);

@@ -123,7 +123,12 @@ void kvk_usage_end(struct kvk_cache *cache, struct kvk_tenant_state *state)
         cache->tiers[i].guarded_bytes -= state->quota.guaranteed_bytes[i];
         cache->tiers[i].guaranteed_bytes -= state->quota.guaranteed_bytes[i];
     }
+    KVK_ASSERT(state->tenant == NULL || cache->tenant_count > 0);
+    cache->tenant_count -= state->tenant != NULL ? 1 : 0;
+    /* Processes of it that still read may be waited for: they are counted until they are gone. */
+    const struct kvk_metadata metadata = state->metadata;
     memset(state, 0, sizeof(*state));
+    state->metadata = metadata;
 }
 
 void kvk_usage_forget_unlocked(struct kvk_cache *cache, const struct kvk_tenant *tenant)
@@ -163,6 +168,7 @@ void kvk_usage_begin(struct kvk_cache *cache, const struct kvk_tenant *tenant)
     /* An odd number is no version. */
     atomic_store(&state->quota_version, UINT32_MAX);
     atomic_store(&state->tenant, tenant);
+    cache->tenant_count++;
     kvk_unlock(&cache->lock);
 }
 

@@ -163,10 +163,13 @@ static struct kvk_session *survivor_session(struct kvk_cache *cache,
     }
     session->next = cache->waiting_sessions;
     cache->waiting_sessions = session;
+    kvk_metadata_add(cache, session->tenant, KVK_METADATA_SESSIONS, 1, 0);
+    kvk_metadata_session(cache, session);
     return session;
 }
 
-static bool survivor_map(struct kvk_session *session, struct kvk_group *group, enum kvk_tier tier)
+static bool survivor_map(struct kvk_cache *cache, struct kvk_session *session,
+                         struct kvk_group *group, enum kvk_tier tier)
 {
     struct kvk_mapping *mapping = calloc(1, sizeof(*mapping));
     if (mapping == NULL || !kvk_sidecar_process_add(group, tier, session)) {
@@ -181,6 +184,7 @@ static bool survivor_map(struct kvk_session *session, struct kvk_group *group, e
     mapping->scratch.fd = -1;
     mapping->next = session->mappings;
     session->mappings = mapping;
+    kvk_metadata_session(cache, session);
     group->space->reference_count++;
     return true;
 }
@@ -206,7 +210,8 @@ static void survivor_take(void *context, int32_t pid, uint64_t start, uint8_t ti
     kvk_lock(&cache->lock);
     struct kvk_session *session =
         survivor_session(cache, quarantine->group->space->tenant, pid, start, pidfd);
-    bool added = session != NULL && survivor_map(session, quarantine->group, quarantine->tier);
+    bool added =
+        session != NULL && survivor_map(cache, session, quarantine->group, quarantine->tier);
     kvk_unlock(&cache->lock);
     if (added && quarantine->session_count == quarantine->session_capacity) {
         uint32_t capacity = quarantine->session_capacity * 2 + 16;

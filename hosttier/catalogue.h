@@ -59,9 +59,12 @@ struct kvk_tenant_quota {
     uint32_t leases;
     uint32_t requests_per_second;
     uint32_t request_burst;
-    uint8_t over_quota; /* 0: evict the tenant's own idle blocks; 1: refuse */
-    uint64_t idle_ms;   /* after so long unused its blocks go; 0: never */
+    uint8_t over_quota;            /* 0: evict the tenant's own idle blocks; 1: refuse */
+    uint64_t idle_ms;              /* after so long unused its blocks go; 0: never */
+    uint64_t metadata_limit_bytes; /* kept for it beside bytes of blocks; a multiple of
+                                      KVK_METADATA_UNIT; 0: the daemon's own limit */
 };
+#define KVK_METADATA_UNIT (UINT64_C(1) << 20)
 
 enum kvk_tenant_mode {
     KVK_TENANT_ON = 0,

@@ -43,7 +43,7 @@ struct stored_tenant {
     uint8_t mode;
     uint8_t may_publish;
     uint8_t forgetting;
-    uint8_t zero[4];
+    uint8_t metadata_limit[4]; /* in units; zero before there was one: the daemon's own */
     /* the name is the key */
 };
 _Static_assert(sizeof(struct stored_tenant) == 160, "stored");
@@ -277,7 +277,9 @@ enum kvk_status kvk_record_write_tenant(const struct kvk_record_key *key,
                                         struct kvk_record_bytes *bytes)
 {
     const struct kvk_tenant_quota *quota = &record->quota;
-    if (record->id == 0 || record->mode > KVK_TENANT_OFF || quota->over_quota > 1) {
+    if (record->id == 0 || record->mode > KVK_TENANT_OFF || quota->over_quota > 1 ||
+        quota->metadata_limit_bytes % KVK_METADATA_UNIT != 0 ||
+        quota->metadata_limit_bytes / KVK_METADATA_UNIT > UINT32_MAX) {
         return KVK_INVALID;
     }
     enum kvk_status status = record_alloc(sizeof(struct stored_tenant), bytes);
@@ -297,6 +299,8 @@ enum kvk_status kvk_record_write_tenant(const struct kvk_record_key *key,
     kvk_store_le32(stored->requests_per_second, quota->requests_per_second);
     kvk_store_le32(stored->request_burst, quota->request_burst);
     kvk_store_le64(stored->idle_ms, quota->idle_ms);
+    kvk_store_le32(stored->metadata_limit,
+                   (uint32_t)(quota->metadata_limit_bytes / KVK_METADATA_UNIT));
     stored->over_quota = quota->over_quota;
     stored->mode = record->mode;
     stored->may_publish = record->may_publish ? 1 : 0;
@@ -313,7 +317,7 @@ bool kvk_record_read_tenant(const void *key, size_t key_size, const void *data, 
     if (!record_is_whole(KVK_RECORD_TENANT, key, key_size, data, size, sizeof(*stored)) ||
         size != sizeof(*stored) || !name_of_key(key, key_size, record->name) ||
         stored->mode > KVK_TENANT_OFF || stored->over_quota > 1 || stored->may_publish > 1 ||
-        stored->forgetting > 1 || !is_zero(stored->zero, sizeof(stored->zero))) {
+        stored->forgetting > 1) {
         return false;
     }
     struct kvk_tenant_quota *quota = &record->quota;
@@ -329,6 +333,7 @@ bool kvk_record_read_tenant(const void *key, size_t key_size, const void *data, 
     quota->requests_per_second = kvk_load_le32(stored->requests_per_second);
     quota->request_burst = kvk_load_le32(stored->request_burst);
     quota->idle_ms = kvk_load_le64(stored->idle_ms);
+    quota->metadata_limit_bytes = kvk_load_le32(stored->metadata_limit) * KVK_METADATA_UNIT;
     quota->over_quota = stored->over_quota;
     record->mode = stored->mode;
     record->may_publish = stored->may_publish != 0;

@@ -39,6 +39,12 @@ void kvk_index_destroy(struct kvk_index *index);
 
 /* ---- Roots ---- */
 
+/* What somebody's roots take, kept up to date by the index. */
+struct kvk_index_account {
+    uint64_t root_bytes;
+    uint32_t root_count;
+};
+
 struct kvk_root_options {
     const struct kvk_hasher *hasher; /* borrowed for the root's life: the tenant's */
     const uint8_t *identity;         /* copied; compared in full, so equal keys never mix roots */
@@ -47,9 +53,13 @@ struct kvk_root_options {
     const uint8_t *salt; /* copied */
     size_t salt_size;
     uint32_t block_tokens;
-    bool windowed; /* ancestors may lose their bytes before their children do */
-    uint64_t user; /* the caller's own, see kvk_index_root_user() */
+    bool windowed;                     /* ancestors may lose their bytes before their children do */
+    uint64_t user;                     /* the caller's own, see kvk_index_root_user() */
+    struct kvk_index_account *account; /* borrowed for the root's life; NULL: nobody counts */
 };
+
+/* What it takes, as its account counts it. */
+size_t kvk_index_root_size(const struct kvk_root_options *options);
 
 /* Find or make the root; the caller owns one reference. KVK_EXHAUSTED: root_count_max. */
 KVK_CHECKED enum kvk_status kvk_index_root_open(struct kvk_index *index,

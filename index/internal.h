@@ -70,6 +70,7 @@ struct kvk_root {
     uint32_t bucket_next; /* next root of its bucket; also the list of free roots */
     bool windowed;
     uint64_t user;
+    struct kvk_index_account *account; /* borrowed, or NULL */
 };
 
 struct kvk_index {

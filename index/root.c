@@ -66,6 +66,11 @@ static size_t root_bytes(const struct kvk_root *root)
     return root->identity_size + root->salt_size + 1;
 }
 
+size_t kvk_index_root_size(const struct kvk_root_options *options)
+{
+    return sizeof(struct kvk_root) + options->identity_size + options->salt_size + 1;
+}
+
 static enum kvk_status root_create(struct kvk_index *index, const struct kvk_root_options *options,
                                    struct kvk_key key, uint32_t *root)
 {
@@ -102,8 +107,13 @@ static enum kvk_status root_create(struct kvk_index *index, const struct kvk_roo
         .bucket_next = *bucket,
         .windowed = options->windowed,
         .user = options->user,
+        .account = options->account,
     };
     *bucket = id;
+    if (options->account != NULL) {
+        options->account->root_bytes += kvk_index_root_size(options);
+        options->account->root_count++;
+    }
     kvk_memory_add(index, root_bytes(kvk_root_at(index, id)));
     index->root_count++;
     *root = id;
@@ -241,6 +251,11 @@ void kvk_root_free_unused(struct kvk_index *index, uint32_t root)
         link = &kvk_root_at(index, *link)->bucket_next;
     }
     *link = unused->bucket_next;
+    if (unused->account != NULL) {
+        KVK_ASSERT(unused->account->root_count > 0);
+        unused->account->root_bytes -= sizeof(*unused) + root_bytes(unused);
+        unused->account->root_count--;
+    }
     kvk_memory_sub(index, root_bytes(unused));
     free(unused->identity);
     *unused = (struct kvk_root){.bucket_next = index->root_free};

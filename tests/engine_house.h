@@ -69,6 +69,7 @@ static inline void house_init(struct house *house)
     house->config.instances = 64;
     house->config.sessions = 128;
     house->config.tokens = 65536;
+    house->config.tenant_percent = 100; /* limits as small as tests' have no parts */
     house->config.test_hooks = true;
     house->config.policy = KVK_EVICT_LRU;
     house->config.device_free_percent = 0;

@@ -219,23 +219,34 @@ struct tenant_sum {
     uint64_t held;
     uint64_t evictable;
     uint32_t groups;
+    const Kvkeep__V1__TenantMetadata *metadata; /* of the answer, or NULL */
 };
+
+static uint32_t sum_of(struct tenant_sum *sums, uint32_t *count, ProtobufCBinaryData name)
+{
+    uint32_t t = 0;
+    while (t < *count &&
+           (sums[t].name.len != name.len || memcmp(sums[t].name.data, name.data, name.len) != 0)) {
+        t++;
+    }
+    if (t == *count) {
+        sums[t].name = name;
+        (*count)++;
+    }
+    return t;
+}
 
 static uint32_t tenants_sum(const Kvkeep__V1__GetOccupancyResponse *occupancy,
                             struct tenant_sum *sums)
 {
     uint32_t count = 0;
+    for (size_t i = 0; i < occupancy->n_metadata; i++) {
+        sums[sum_of(sums, &count, occupancy->metadata[i]->tenant)].metadata =
+            occupancy->metadata[i];
+    }
     for (size_t i = 0; i < occupancy->n_rows; i++) {
         const Kvkeep__V1__OccupancyRow *row = occupancy->rows[i];
-        uint32_t t = 0;
-        while (t < count && (sums[t].name.len != row->tenant.len ||
-                             memcmp(sums[t].name.data, row->tenant.data, row->tenant.len) != 0)) {
-            t++;
-        }
-        if (t == count) {
-            count++;
-            sums[t].name = row->tenant;
-        }
+        uint32_t t = sum_of(sums, &count, row->tenant);
         sums[t].device_bytes += row->device_bytes;
         sums[t].host_bytes += row->host_bytes;
         sums[t].groups++;
@@ -250,6 +261,23 @@ static uint32_t tenants_sum(const Kvkeep__V1__GetOccupancyResponse *occupancy,
     return count;
 }
 
+static json_t *metadata_json(const Kvkeep__V1__TenantMetadata *metadata)
+{
+    if (metadata == NULL) {
+        return json_null();
+    }
+    json_t *kinds = json_object();
+    for (size_t i = 0; i < metadata->n_uses; i++) {
+        const Kvkeep__V1__MetadataUse *use = metadata->uses[i];
+        json_object_set_new(kinds, ctl_text(use->kind),
+                            json_pack("{s:I, s:I, s:I}", "count", (json_int_t)use->count,
+                                      "count_limit", (json_int_t)use->count_limit, "bytes",
+                                      (json_int_t)use->bytes));
+    }
+    return json_pack("{s:I, s:I, s:o}", "bytes", (json_int_t)metadata->bytes, "limit_bytes",
+                     (json_int_t)metadata->limit_bytes, "kinds", kinds);
+}
+
 int ctl_tenants(const struct ctl_options *options, int argc, char **argv)
 {
     struct filter filter;
@@ -261,24 +289,28 @@ int ctl_tenants(const struct ctl_options *options, int argc, char **argv)
     if (occupancy == NULL) {
         return code;
     }
-    struct tenant_sum *sums = calloc(occupancy->n_rows + 1, sizeof sums[0]);
+    struct tenant_sum *sums = calloc(occupancy->n_rows + occupancy->n_metadata + 1, sizeof sums[0]);
     uint32_t count = sums == NULL ? 0 : tenants_sum(occupancy, sums);
-    static const char *const titles[] = {"-tenant", "device", "host",     "blocks",
-                                         "held",    "cached", "of groups"};
+    static const char *const titles[] = {"-tenant", "device", "host",     "blocks",    "held",
+                                         "cached",  "groups", "metadata", "of at most"};
     struct ctl_table table;
-    ctl_table_init(&table, 7, titles);
+    ctl_table_init(&table, 9, titles);
     json_t *list = json_array();
     for (uint32_t t = 0; t < count; t++) {
-        ctl_table_row(&table, "%s\t%s\t%s\t%s\t%s\t%s\t%u", ctl_text(sums[t].name),
+        const Kvkeep__V1__TenantMetadata *metadata = sums[t].metadata;
+        ctl_table_row(&table, "%s\t%s\t%s\t%s\t%s\t%s\t%u\t%s\t%s", ctl_text(sums[t].name),
                       ctl_bytes(sums[t].device_bytes), ctl_bytes(sums[t].host_bytes),
                       ctl_count(sums[t].blocks), ctl_count(sums[t].held),
-                      ctl_count(sums[t].evictable), sums[t].groups);
+                      ctl_count(sums[t].evictable), sums[t].groups,
+                      metadata == NULL ? "-" : ctl_bytes(metadata->bytes),
+                      metadata == NULL ? "-" : ctl_bytes(metadata->limit_bytes));
         json_array_append_new(
-            list, json_pack("{s:o, s:I, s:I, s:I, s:I, s:I}", "tenant", ctl_json_text(sums[t].name),
-                            "device_bytes", (json_int_t)sums[t].device_bytes, "host_bytes",
-                            (json_int_t)sums[t].host_bytes, "blocks", (json_int_t)sums[t].blocks,
-                            "held_blocks", (json_int_t)sums[t].held, "evictable_blocks",
-                            (json_int_t)sums[t].evictable));
+            list,
+            json_pack("{s:o, s:I, s:I, s:I, s:I, s:I, s:o}", "tenant", ctl_json_text(sums[t].name),
+                      "device_bytes", (json_int_t)sums[t].device_bytes, "host_bytes",
+                      (json_int_t)sums[t].host_bytes, "blocks", (json_int_t)sums[t].blocks,
+                      "held_blocks", (json_int_t)sums[t].held, "evictable_blocks",
+                      (json_int_t)sums[t].evictable, "metadata", metadata_json(sums[t].metadata)));
     }
     if (options->json) {
         json_incref(list);

@@ -27,6 +27,9 @@ static const char usage[] =
     "  --sequences N, --leases N      open at a time; 0: no limit\n"
     "  --rate N, --burst N            calls per second, and at once; 0: no limit\n"
     "  --over-quota evict|refuse      its own idle blocks go, or the write is refused\n"
+    "  --metadata SIZE                kept for it besides bytes of blocks; whole MiB; 0: the "
+    "daemon's\n"
+    "                                 limits.tenant_metadata_bytes\n"
     "  --idle SECONDS                 after so long unused its blocks go; 0: never\n"
     "  --mode on|shadow|off           shadow: look-ups miss, nothing is shared; off: all refused\n"
     "  --may-publish yes|no           prefixes into the public scope\n"
@@ -101,7 +104,8 @@ static uint64_t *size_of(Kvkeep__V1__TenantQuota *quota, int which)
 {
     uint64_t *const sizes[] = {&quota->device_limit_bytes,    &quota->host_limit_bytes,
                                &quota->disk_limit_bytes,      &quota->device_guaranteed_bytes,
-                               &quota->host_guaranteed_bytes, &quota->disk_guaranteed_bytes};
+                               &quota->host_guaranteed_bytes, &quota->disk_guaranteed_bytes,
+                               &quota->metadata_limit_bytes};
     return sizes[which];
 }
 
@@ -146,7 +150,7 @@ static bool option_take(struct wanted *wanted, int option, const char *value)
     if (option >= COUNTS && option < COUNTS + 4) {
         return ctl_parse_count(value, count_of(&wanted->quota, option - COUNTS));
     }
-    return option >= SIZES && option < SIZES + 6 &&
+    return option >= SIZES && option < SIZES + 7 &&
            parse_size(value, size_of(&wanted->quota, option - SIZES));
 }
 
@@ -158,6 +162,7 @@ static bool options_take(struct wanted *wanted, int argc, char **argv)
                                           {"device-share", required_argument, NULL, SIZES + 3},
                                           {"host-share", required_argument, NULL, SIZES + 4},
                                           {"disk-share", required_argument, NULL, SIZES + 5},
+                                          {"metadata", required_argument, NULL, SIZES + 6},
                                           {"sequences", required_argument, NULL, COUNTS},
                                           {"leases", required_argument, NULL, COUNTS + 1},
                                           {"rate", required_argument, NULL, COUNTS + 2},
@@ -197,8 +202,8 @@ static json_t *tenant_json(const Kvkeep__V1__TenantRow *row)
 {
     const Kvkeep__V1__TenantQuota *quota = row->quota;
     json_t *limits = json_pack(
-        "{s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:s, s:I}", "device_guaranteed_bytes",
-        (json_int_t)quota->device_guaranteed_bytes, "device_limit_bytes",
+        "{s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:s, s:I, s:I}",
+        "device_guaranteed_bytes", (json_int_t)quota->device_guaranteed_bytes, "device_limit_bytes",
         (json_int_t)quota->device_limit_bytes, "host_guaranteed_bytes",
         (json_int_t)quota->host_guaranteed_bytes, "host_limit_bytes",
         (json_int_t)quota->host_limit_bytes, "disk_guaranteed_bytes",
@@ -206,7 +211,8 @@ static json_t *tenant_json(const Kvkeep__V1__TenantRow *row)
         (json_int_t)quota->disk_limit_bytes, "sequences", (json_int_t)quota->sequences, "leases",
         (json_int_t)quota->leases, "requests_per_second", (json_int_t)quota->requests_per_second,
         "request_burst", (json_int_t)quota->request_burst, "over_quota",
-        quota->refuse_over_quota ? "refuse" : "evict", "idle_ms", (json_int_t)quota->idle_ms);
+        quota->refuse_over_quota ? "refuse" : "evict", "idle_ms", (json_int_t)quota->idle_ms,
+        "metadata_limit_bytes", (json_int_t)quota->metadata_limit_bytes);
     return json_pack("{s:o, s:I, s:b, s:b, s:I, s:s, s:b, s:o}", "name", ctl_json_text(row->name),
                      "tenant_id", (json_int_t)row->tenant_id, "configured", row->configured,
                      "deleting", row->deleting, "created_s", (json_int_t)row->created_s, "mode",
