@@ -117,6 +117,7 @@ int ctl_tenants(const struct ctl_options *options, int argc, char **argv);
 int ctl_tenant(const struct ctl_options *options, int argc, char **argv);
 int ctl_credential(const struct ctl_options *options, int argc, char **argv);
 int ctl_spaces(const struct ctl_options *options, int argc, char **argv);
+int ctl_space(const struct ctl_options *options, int argc, char **argv);
 int ctl_sequences(const struct ctl_options *options, int argc, char **argv);
 int ctl_leases(const struct ctl_options *options, int argc, char **argv);
 int ctl_instances(const struct ctl_options *options, int argc, char **argv);

@@ -14,6 +14,7 @@ static const struct ctl_command commands[] = {
     {"tenant", "create, list, change, delete tenants", "", ctl_tenant},
     {"credential", "create, list, rotate, revoke, delete credentials", "", ctl_credential},
     {"spaces", "spaces, their geometry and hit rates", "", ctl_spaces},
+    {"space", "switch one space on, off, or into shadow mode", "", ctl_space},
     {"sequences", "open sequences", "", ctl_sequences},
     {"leases", "leases by age and owner", "", ctl_leases},
     {"instances", "engines and their processes", "", ctl_instances},

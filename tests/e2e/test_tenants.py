@@ -466,13 +466,25 @@ def test_modes(site):
     def one_space(mode):
         site.admin("SetSpaceMode", pb.SetSpaceModeRequest(space_id=space, mode=mode))
 
-    for turn in (tenant, one_space):
+    words = {pb.MODE_OFF: "off", pb.MODE_SHADOW: "shadow", pb.MODE_ON: "on"}
+
+    def by_ctl(mode):
+        told = ctl(site, "space", "mode", str(space), words[mode])
+        assert told.returncode == 0 and told.stdout == f"space {space}: {words[mode]}\n", told
+        listed = json.loads(ctl(site, "--json", "spaces").stdout)
+        assert [row["mode"] for row in listed if row["space_id"] == space] == [words[mode]]
+
+    for turn in (tenant, one_space, by_ctl):
         check_off(turn, turn)
         check_shadow(turn, turn)
     with Refused(CODE.NOT_FOUND, field="space_id"):
         site.admin("SetSpaceMode", pb.SetSpaceModeRequest(space_id=space + 1, mode=pb.MODE_OFF))
     with Refused(CODE.INVALID_ARGUMENT, field="mode"):
         site.admin("SetSpaceMode", pb.SetSpaceModeRequest(space_id=space))
+    gone = ctl(site, "space", "mode", str(space + 1), "off")
+    assert gone.returncode == 1 and "space_id" in gone.stderr, gone.stderr
+    for wrong in (["mode", str(space), "of"], ["mode", "x", "off"], ["mode", str(space)], []):
+        assert ctl(site, "space", *wrong).returncode == 2
     worker.leave()
 
 
