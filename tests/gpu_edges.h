@@ -13,7 +13,7 @@
 static inline bool edge_right(const struct trap_target *target, struct gpu_case *test)
 {
     return trap_attend(target, test) && gpu_case_output_error(test) <= trap_limit(target, test) &&
-           gpu_case_lse_error(test) <= 2e-5;
+           gpu_case_lse_error(test) <= target->lse_limit;
 }
 
 static inline bool edge_near(double value, double wanted, double limit)
@@ -42,8 +42,9 @@ static inline bool edge_sees(const struct trap_target *target, struct gpu_case *
     }
     uint64_t row = (uint64_t)query * attend->query_heads;
     return trap_attend(target, test) &&
-           edge_near((double)item->output[row * attend->head_size_v], mean, mean * 2e-5) &&
-           edge_near((double)item->lse[row], log(count), 2e-5);
+           edge_near((double)item->output[row * attend->head_size_v], mean,
+                     mean * 2 * target->limit) &&
+           edge_near((double)item->lse[row], log(count), target->lse_limit);
 }
 
 /* ---- Causality, windows and sinks ---- */
@@ -213,7 +214,8 @@ static inline bool edge_parts_merge(const struct trap_target *target)
     right = right && trap_attend(target, &test);
     target->merge(test.items[0].output, test.items[0].lse, output, lse, ROWS, 24);
     memcpy(test.pages[0], kept, sizeof(kept));
-    right = right && gpu_case_output_error(&test) <= 1e-5 && gpu_case_lse_error(&test) <= 2e-5;
+    right = right && gpu_case_output_error(&test) <= target->limit &&
+            gpu_case_lse_error(&test) <= target->lse_limit;
     gpu_case_free(&test);
     return right;
 }
@@ -307,7 +309,8 @@ static inline bool edge_scale_of_zero(const struct trap_target *target)
     trap_case(&test, 4);
     test.attend.scale = 0;
     trap_fill(&test, 50, 1, 51);
-    bool right = edge_right(target, &test) && edge_near(trap_lse(&test, 0), log(51), 2e-5);
+    bool right =
+        edge_right(target, &test) && edge_near(trap_lse(&test, 0), log(51), target->lse_limit);
     gpu_case_free(&test);
     return right;
 }

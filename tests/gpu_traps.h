@@ -21,7 +21,8 @@ struct trap_target {
     void (*merge)(float *output, float *lse, const float *other_output, const float *other_lse,
                   uint64_t rows, uint32_t head_size);
     bool (*within)(double error, double limit);
-    double limit; /* of errors where all is fp32 */
+    double limit;     /* of errors where all is fp32 */
+    double lse_limit; /* of errors of the LSE */
 };
 
 /* True: the target gets it right. */
@@ -94,7 +95,7 @@ static inline bool trap_right(const struct trap_target *target, struct gpu_case 
 {
     bool right = trap_attend(target, test) &&
                  gpu_case_output_error(test) <= trap_limit(target, test) &&
-                 gpu_case_lse_error(test) <= 2e-5;
+                 gpu_case_lse_error(test) <= target->lse_limit;
 
     gpu_case_free(test);
     return right;
@@ -202,7 +203,7 @@ static inline bool trap_guard_pages(const struct trap_target *target)
         item->pages = (const void *const *)(const void *)table;
         item->queries = queries;
         bool right = trap_attend(target, &test) && gpu_case_output_error(&test) <= target->limit &&
-                     gpu_case_lse_error(&test) <= 2e-5;
+                     gpu_case_lse_error(&test) <= target->lse_limit;
         test.pages[0][item->page_count - 1] = page_before;
         item->queries = queries_before;
         gpu_case_free(&test);
@@ -343,7 +344,8 @@ static inline bool trap_partial_block(const struct trap_target *target)
         for (uint32_t page = 0; page < test.items[0].page_count; page++) {
             present += test.pages[0][page] != NULL ? 1 : 0;
         }
-        bool right = trap_attend(target, &test) && fabs(trap_lse(&test, 0) - log(8)) < 1e-5;
+        bool right =
+            trap_attend(target, &test) && fabs(trap_lse(&test, 0) - log(8)) <= target->lse_limit;
         gpu_case_free(&test);
         if (!right || present != (position % 4 == 3 ? 2 : 3)) {
             return false;
@@ -364,8 +366,8 @@ static inline bool trap_sinks(const struct trap_target *target)
             test.attend.sinks = sinks;
             test.attend.scale = 0;
             trap_fill(&test, position, 1, position + 1);
-            bool counted =
-                trap_attend(target, &test) && fabs(trap_lse(&test, 0) - log((double)seen)) < 1e-5;
+            bool counted = trap_attend(target, &test) &&
+                           fabs(trap_lse(&test, 0) - log((double)seen)) <= target->lse_limit;
             if (!trap_right(target, &test) || !counted) {
                 return false;
             }
@@ -388,7 +390,8 @@ static inline bool trap_sink_logits(const struct trap_target *target)
         test.items[0].partial = partial == 1;
         trap_fill(&test, 2999, 1, 3000);
         double total = 3000 + (partial == 1 ? 0 : exp(8));
-        bool counted = trap_attend(target, &test) && fabs(trap_lse(&test, 1) - log(total)) < 1e-5;
+        bool counted = trap_attend(target, &test) &&
+                       fabs(trap_lse(&test, 1) - log(total)) <= target->lse_limit;
         if (!trap_right(target, &test) || !counted) {
             return false;
         }
@@ -570,7 +573,7 @@ static inline bool trap_constant_value(const struct trap_target *target)
             return false;
         }
     }
-    return fabs((double)lse[0] - log(TOKENS)) <= 1e-5;
+    return fabs((double)lse[0] - log(TOKENS)) <= target->lse_limit;
 }
 
 /* Pages further apart than 2^31 values of four bytes, in a sparse pool. */
@@ -596,7 +599,8 @@ static inline bool trap_far_pages(const struct trap_target *target)
             memcpy(test.pages[0][i], kept[i], page_bytes);
         }
         right = right && trap_attend(target, &test) &&
-                gpu_case_output_error(&test) <= target->limit && gpu_case_lse_error(&test) <= 2e-5;
+                gpu_case_output_error(&test) <= target->limit &&
+                gpu_case_lse_error(&test) <= target->lse_limit;
         memcpy(test.pages[0], kept, sizeof(kept));
         gpu_case_free(&test);
     }

@@ -27,15 +27,15 @@ static bool within(double error, double limit)
 static struct trap_target target_of(struct trap_faulty *faulty)
 {
     faulty->attend = kernel_attend;
-    return (struct trap_target){"simulated kernels", faulty, trap_faulty_attend,
-                                kvk_attend_merge,    within, 1e-5};
+    return (struct trap_target){
+        "simulated kernels", faulty, trap_faulty_attend, kvk_attend_merge, within, 1e-5, 2e-5};
 }
 
 /* Each in two of the three orders: forward, and by turns in reverse or at random. */
 static void run_in_orders(const struct trap_named *named, size_t count)
 {
-    const struct trap_target target = {"simulated kernels", NULL,   kernel_attend,
-                                       kvk_attend_merge,    within, 1e-5};
+    const struct trap_target target = {
+        "simulated kernels", NULL, kernel_attend, kvk_attend_merge, within, 1e-5, 2e-5};
     for (size_t i = 0; i < count; i++) {
         const enum kvk_sim_order orders[] = {KVK_SIM_FORWARD,
                                              i % 2 == 0 ? KVK_SIM_REVERSE : KVK_SIM_RANDOM};
@@ -74,8 +74,8 @@ static void leave_one_out(struct kvk_cuda_attend *launch)
 
 Test(cuda_traps, a_part_that_was_never_written_is_seen)
 {
-    const struct trap_target target = {"simulated kernels", NULL,   kernel_attend,
-                                       kvk_attend_merge,    within, 1e-5};
+    const struct trap_target target = {
+        "simulated kernels", NULL, kernel_attend, kvk_attend_merge, within, 1e-5, 2e-5};
     change = leave_one_out;
     cr_expect_not(trap_workspace(&target));
     change = NULL;

@@ -1,7 +1,7 @@
 /*
  * The CUDA device against the CPU's reference, on whatever GPU there is (or a simulated one): what
- * it copies, clears, attends, and lends to another process. Prints what it did; exits with 1 where
- * anything was wrong.
+ * it copies, clears, attends in every format, the traps and edges of attention, and what it lends
+ * to another process. Prints what it did; exits with 1 where anything was wrong.
  *
  *     test_device_check [--rounds N] [--seed N]
  */
@@ -19,6 +19,8 @@
 #include "base/copy.h"
 #include "base/slab_table.h"
 #include "gpu/device_cuda.h"
+#include "tests/gpu_edges.h"
+#include "tests/gpu_moved.h"
 #include "tests/unit/gpu_case.h"
 
 #define MIB (UINT64_C(1) << 20)
@@ -158,14 +160,17 @@ static void shape_pick(struct kvk_random *random, struct kvk_attend *attend)
     const uint32_t *head = heads[kvk_random_below(random, 6)];
     const uint32_t *size = sizes[kvk_random_below(random, 5)];
     enum kvk_format format = formats[kvk_random_below(random, 3)];
+    enum kvk_format compact =
+        (enum kvk_format)(KVK_FORMAT_FP8_E4M3 + (int)kvk_random_below(random, 3));
+    enum kvk_format stored = kvk_random_chance(random, 0.5) ? compact : format;
     *attend = (struct kvk_attend){.query_heads = head[0],
                                   .kv_heads = head[1],
                                   .head_size_k = size[0],
                                   .head_size_v = size[1],
                                   .block_tokens = kvk_random_chance(random, 0.7) ? 16 : 7,
                                   .format_q = format,
-                                  .format_k = format,
-                                  .format_v = format,
+                                  .format_k = stored,
+                                  .format_v = stored,
                                   .scale = 0.1F,
                                   .causal = kvk_random_chance(random, 0.8)};
     if (kvk_random_chance(random, 0.3)) {
@@ -198,7 +203,8 @@ static struct kvk_region pages_move(struct gpu_case *test)
     return region;
 }
 
-static void case_run(struct kvk_random *random, uint64_t seed, uint64_t tokens_max)
+static void case_run(struct kvk_random *random, uint64_t seed, uint64_t tokens_max,
+                     uint64_t counts[KVK_FORMAT_MAX + 1])
 {
     static struct gpu_case test;
     memset(&test, 0, sizeof(test));
@@ -216,6 +222,7 @@ static void case_run(struct kvk_random *random, uint64_t seed, uint64_t tokens_m
                                       test.attend.block_tokens);
         gpu_case_fill_item(&test, i, random, kvk_random_chance(random, 0.2) ? 0.3 : 0);
     }
+    counts[test.attend.format_k]++;
     gpu_case_expect(&test);
     struct kvk_region region = pages_move(&test);
     gpu_case_spoil(&test);
@@ -237,12 +244,44 @@ static void case_run(struct kvk_random *random, uint64_t seed, uint64_t tokens_m
 static void attention_check(uint64_t seed, uint64_t rounds)
 {
     struct kvk_random random;
+    uint64_t counts[KVK_FORMAT_MAX + 1] = {0};
     for (uint64_t i = 0; i < rounds; i++) {
         kvk_random_init(&random, seed + i);
-        case_run(&random, seed + i, i % 8 == 7 ? 3000 : 300);
+        case_run(&random, seed + i, i % 8 == 7 ? 3000 : 300, counts);
     }
-    (void)printf("attention: %llu random batches match the reference\n",
-                 (unsigned long long)rounds);
+    (void)printf("attention: %llu random batches match the reference:", (unsigned long long)rounds);
+    for (int format = KVK_FORMAT_FP32; format <= KVK_FORMAT_MAX; format++) {
+        (void)printf(" %llu %s", (unsigned long long)counts[format],
+                     kvk_format_name((enum kvk_format)format));
+    }
+    (void)printf("\n");
+}
+
+static bool within(double off, double limit)
+{
+    return off <= limit;
+}
+
+static void named_check(const struct trap_named *named, size_t count)
+{
+    const struct trap_target target = {.name = "device",
+                                       .context = device,
+                                       .attend = gpu_moved_attend,
+                                       .merge = kvk_attend_merge,
+                                       .within = within,
+                                       .limit = OUTPUT_TOLERANCE,
+                                       .lse_limit = LSE_TOLERANCE};
+    for (size_t i = 0; i < count; i++) {
+        CHECK(named[i].run(&target), "%s", named[i].name);
+    }
+}
+
+static void traps_check(void)
+{
+    named_check(gpu_traps, GPU_TRAP_COUNT);
+    named_check(gpu_edges, GPU_EDGE_COUNT);
+    (void)printf("traps: falls into none of %zu, right at %zu edges\n", GPU_TRAP_COUNT,
+                 GPU_EDGE_COUNT);
 }
 
 /* ---- Several at a time ---- */
@@ -380,6 +419,7 @@ int main(int argc, char **argv)
     copies_check(&random);
     slabs_check();
     attention_check(seed, rounds);
+    traps_check();
     threads_check();
     import_check(&random, orders[1], answers[0]);
     CHECK(!device->ops->is_lost(device), "the device is lost");

@@ -32,8 +32,8 @@ static inline void gpu_run_everywhere(const char *what, trap_run *run)
             if (kvk_device_cpu_open(&options, &device, NULL) != KVK_OK) {
                 continue; /* not on this processor */
             }
-            const struct trap_target target = {paths[path],      device,     gpu_device_attend,
-                                               kvk_attend_merge, gpu_within, 1e-5};
+            const struct trap_target target = {
+                paths[path], device, gpu_device_attend, kvk_attend_merge, gpu_within, 1e-5, 2e-5};
             cr_expect(run(&target), "%s: %s, %u threads", what, paths[path], threads);
             device->ops->close(device);
         }

@@ -242,7 +242,8 @@ static bool within_or_nan(double error, double limit)
 
 static struct trap_target wrong_target(enum fault *fault)
 {
-    return (struct trap_target){"wrong", fault, wrong_attend, kvk_attend_merge, gpu_within, 1e-5};
+    return (struct trap_target){"wrong",    fault, wrong_attend, kvk_attend_merge,
+                                gpu_within, 1e-5,  2e-5};
 }
 
 /* ---- The kernels ---- */
