@@ -90,6 +90,8 @@ struct kvk_remote_config {
     uint64_t node_timeout_ms;
     uint64_t generation_ms;
     uint32_t threads, connections, pipeline;
+    char node_name[64];     /* "": the host's */
+    char node_address[128]; /* "": server.tcp_address */
 };
 
 struct kvk_config {

@@ -207,6 +207,17 @@ const struct kvk_option_field kvk_config_remote_fields[] = {
      .minimum = 1,
      .maximum = 1024,
      .help = "Requests under way on a connection."},
+    {.name = "node_name",
+     .kind = KVK_OPTION_TEXT,
+     AT(node_name),
+     .fallback = "",
+     .help = "What the other daemons and kvkeepctl fleet call this one. Empty: its host's name."},
+    {.name = "node_address",
+     .kind = KVK_OPTION_TEXT,
+     AT(node_address),
+     .fallback = "",
+     .help = "Where workers and routers reach this daemon, as kvkeepctl fleet shows it to them. "
+             "Empty: server.tcp_address."},
 };
 
 _Static_assert(sizeof(kvk_config_remote_fields) / sizeof(kvk_config_remote_fields[0]) ==

@@ -37,7 +37,7 @@ enum kvk_status kvk_config_open_credential(void *target, const char *label, void
                                            struct kvk_error *error);
 
 /* config_remote.c: [remote] */
-#define KVK_CONFIG_REMOTE_FIELD_COUNT 28
+#define KVK_CONFIG_REMOTE_FIELD_COUNT 30
 extern const struct kvk_option_field kvk_config_remote_fields[KVK_CONFIG_REMOTE_FIELD_COUNT];
 enum kvk_status kvk_config_remote_check(const struct kvk_config *config, struct kvk_error *error);
 

@@ -35,7 +35,7 @@ enum {
     NUMBER_COUNT = 19,
     RECORD_SIZE = AT_NUMBERS + 8 * NUMBER_COUNT,
 };
-_Static_assert(RECORD_SIZE == 592, "the record is stored");
+_Static_assert(RECORD_SIZE == 976, "the record is stored");
 
 #define FLAG_DRAINING 1U
 
@@ -48,8 +48,9 @@ struct kvk_fleet_directory {
     bool started, stopping;
     struct kvk_fleet_directory_counters counters;
 
+    uint8_t id[ID_SIZE]; /* fixed once it runs */
+
     /* The thread's own. */
-    uint8_t id[ID_SIZE];
     uint32_t place;
     uint64_t number;
 };
@@ -435,6 +436,11 @@ void kvk_fleet_directory_close(struct kvk_fleet_directory *directory)
     (void)pthread_cond_destroy(&directory->changed);
     kvk_lock_finish(&directory->lock);
     free(directory);
+}
+
+void kvk_fleet_directory_self(const struct kvk_fleet_directory *directory, uint8_t id[ID_SIZE])
+{
+    memcpy(id, directory->id, ID_SIZE);
 }
 
 void kvk_fleet_directory_counters(struct kvk_fleet_directory *directory,

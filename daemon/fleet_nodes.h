@@ -17,7 +17,7 @@
 #include "daemon/fleet.h"
 
 #define KVK_FLEET_PLACES 4096U /* the most nodes that a fleet has; half of it is better */
-#define KVK_FLEET_NODE_TEXT_SIZE 128
+#define KVK_FLEET_NODE_TEXT_SIZE 256
 #define KVK_FLEET_TIERS 3 /* device, host, disk */
 
 struct kvk_fleet_node {
@@ -63,6 +63,9 @@ KVK_CHECKED enum kvk_status kvk_fleet_directory_list(struct kvk_fleet_directory 
                                                      uint64_t deadline_ns,
                                                      struct kvk_fleet_node **nodes, uint32_t *count,
                                                      bool *incomplete, struct kvk_error *error);
+
+/* This node's own id. */
+void kvk_fleet_directory_self(const struct kvk_fleet_directory *directory, uint8_t id[16]);
 
 struct kvk_fleet_directory_counters {
     uint64_t announcements;

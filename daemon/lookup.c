@@ -258,6 +258,8 @@ static void use_range(struct kvk_cache *cache, const struct kvk_space *space, ui
     const struct kvk_group *group = space->groups[g];
     uint64_t now = kvk_policy_now(cache);
     for (uint64_t i = end; i > first; i--) {
+        uint32_t tiers = cache->path_tiers[g][i - 1];
+        cache->stats.block_uses[tiers != 0 ? __builtin_ctz(tiers) : 0] += tiers != 0 ? 1 : 0;
         if (cache->path_tiers[g][i - 1] != 0 &&
             !kvk_block_is_public(cache, cache->path[g][i - 1])) {
             kvk_evict_use(cache->evict, kvk_index_block(cache->index, cache->path[g][i - 1]),

@@ -10,6 +10,7 @@
 #define KVK_DAEMON_REMOTE_INTERNAL_H
 
 #include "daemon/cache_internal.h"
+#include "daemon/fleet_nodes.h"
 #include "daemon/remote_store.h"
 
 #define KVK_REMOTE_ASKERS 4
@@ -72,6 +73,8 @@ struct kvk_remote_store {
     struct kvk_cache *cache; /* borrowed */
     struct kvk_remote *client;
     struct kvk_fleet *fleet;
+    struct kvk_fleet_directory *directory; /* daemon/fleet_view.c's */
+    uint64_t started_s;
     uint8_t key[KVK_FLEET_KEY_SIZE];
 
     uint8_t *flags;               /* [config.blocks] by id; zero pages, ours */

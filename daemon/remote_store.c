@@ -13,6 +13,7 @@
 #include "base/assert.h"
 #include "base/bytes.h"
 #include "base/log.h"
+#include "daemon/fleet_view.h"
 #include "daemon/remote_internal.h"
 
 #define PASSWORD_SIZE 1024
@@ -185,7 +186,7 @@ enum kvk_status kvk_remote_store_start(struct kvk_cache *cache, struct kvk_error
         store->sender_running = failed == 0;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return failed == 0 ? KVK_OK
+    return failed == 0 ? kvk_fleet_view_start(cache, error)
                        : kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "",
                                   "no thread for the remote store");
 }
@@ -225,6 +226,7 @@ void kvk_remote_store_stop(struct kvk_cache *cache)
     pthread_cond_broadcast(&store->ask_wake);
     pthread_cond_broadcast(&store->send_wake);
     kvk_unlock(&cache->lock);
+    kvk_fleet_view_stop(cache);
     members_leave(cache);
     kvk_lock(&cache->lock);
     struct kvk_fleet *fleet = store->fleet;

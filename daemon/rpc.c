@@ -83,6 +83,7 @@ static const struct kvk_rpc_method methods[] = {
     BULK_CALL(ADMIN, Doctor, doctor, kvk_rpc_doctor),
     BULK_CALL(ADMIN, GetMissRatio, get_miss_ratio, kvk_rpc_get_miss_ratio),
     BULK_CALL(ADMIN, GetUsage, get_usage, kvk_rpc_get_usage),
+    BULK_CALL(ADMIN, GetFleet, get_fleet, kvk_rpc_get_fleet),
     BULK_CALL(ADMIN, Plan, plan, kvk_rpc_plan),
     SLOW_CALL(ADMIN, Drain, drain, kvk_rpc_drain),
     BULK_CALL(ADMIN, CreateTenant, create_tenant, kvk_rpc_create_tenant),

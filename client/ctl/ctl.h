@@ -122,6 +122,7 @@ int ctl_sequences(const struct ctl_options *options, int argc, char **argv);
 int ctl_leases(const struct ctl_options *options, int argc, char **argv);
 int ctl_instances(const struct ctl_options *options, int argc, char **argv);
 int ctl_usage_of_tenants(const struct ctl_options *options, int argc, char **argv);
+int ctl_fleet(const struct ctl_options *options, int argc, char **argv);
 int ctl_why(const struct ctl_options *options, int argc, char **argv);
 /* why, where a prompt is given: why it missed. */
 int ctl_why_miss(const struct ctl_options *options, int argc, char **argv);

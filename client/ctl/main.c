@@ -19,6 +19,7 @@ static const struct ctl_command commands[] = {
     {"leases", "leases by age and owner", "", ctl_leases},
     {"instances", "engines and their processes", "", ctl_instances},
     {"usage", "what each tenant has used and may use", "", ctl_usage_of_tenants},
+    {"fleet", "the daemons that share this one's store", "", ctl_fleet},
     {"why", "why was a request refused, or a prompt missed, and what stands in the way", "",
      ctl_why},
     {"doctor", "what to look at: findings, their evidence, and what to do", "", ctl_doctor},
