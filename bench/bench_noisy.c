@@ -17,6 +17,8 @@
  *     bench_noisy [--json] [--kvkeepd PATH] [--connections N] [--rounds N] [--without-quota]
  *                 [--unpinned]
  */
+#include <dirent.h>
+#include <fcntl.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -370,14 +372,82 @@ struct quiet {
     struct kvkeep_session *session;
     struct kvkeep_space space;
     uint32_t tokens[QUIET_TOKENS];
+    int waits_fd;        /* what this thread waited for a processor, */
+    int daemon_waits_fd; /* and the daemon's look-up thread */
 };
 
-static void quiet_start(struct quiet *quiet, const char *target)
+/* The scheduler's account of a thread: nanoseconds run, nanoseconds waited, turns. */
+static int waits_open(const char *path)
+{
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) {
+        give_up(path, "cannot be read");
+    }
+    return fd;
+}
+
+/* -1: it has no look-up thread yet. */
+static int daemon_waits_try(pid_t pid)
+{
+    char folder_path[64];
+    char path[384];
+    int fd = -1;
+    (void)snprintf(folder_path, sizeof(folder_path), "/proc/%d/task", (int)pid);
+    DIR *tasks = opendir(folder_path);
+    if (tasks == NULL) {
+        give_up(folder_path, "cannot be read");
+    }
+    for (const struct dirent *task = readdir(tasks); task != NULL && fd < 0;
+         task = readdir(tasks)) {
+        char name[32] = "";
+        (void)snprintf(path, sizeof(path), "%s/%s/comm", folder_path, task->d_name);
+        FILE *file = fopen(path, "r");
+        if (file != NULL && fgets(name, sizeof(name), file) != NULL &&
+            strcmp(name, "kvk-lookup\n") == 0) {
+            (void)snprintf(path, sizeof(path), "%s/%s/schedstat", folder_path, task->d_name);
+            fd = waits_open(path);
+        }
+        if (file != NULL) {
+            (void)fclose(file);
+        }
+    }
+    (void)closedir(tasks);
+    return fd;
+}
+
+static int daemon_waits_open(pid_t pid)
+{
+    int fd = daemon_waits_try(pid);
+    for (uint32_t ms = 0; fd < 0; ms += 10) {
+        if (ms > START_MS_MAX) {
+            give_up("kvkeepd", "has no look-up thread");
+        }
+        sleep_ms(10);
+        fd = daemon_waits_try(pid);
+    }
+    return fd;
+}
+
+static double waited_us(int fd)
+{
+    char text[96] = "";
+    unsigned long long run_ns = 0;
+    unsigned long long waited_ns = 0;
+    if (pread(fd, text, sizeof(text) - 1, 0) <= 0 ||
+        sscanf(text, "%llu %llu", &run_ns, &waited_ns) != 2) {
+        give_up("schedstat", "cannot be read");
+    }
+    return (double)waited_ns / 1e3;
+}
+
+static void quiet_start(struct quiet *quiet, const char *target, pid_t daemon_pid)
 {
     const struct kvkeep_session_options session_options = {.name = "quiet", .no_side_socket = true};
     const struct kvkeep_open_options options = {.leave_last = false};
     struct kvkeep_sequence sequence;
     struct kvk_error error;
+    quiet->waits_fd = waits_open("/proc/thread-self/schedstat");
+    quiet->daemon_waits_fd = daemon_waits_open(daemon_pid);
     quiet->client = connect_as(target, "quiet-quiet-quiet");
     space_open(quiet->client, "quiet", 2, &quiet->space);
     for (uint32_t i = 0; i < QUIET_TOKENS; i++) {
@@ -403,32 +473,50 @@ static int compare_doubles(const void *left, const void *right)
 struct round {
     double p50_us;
     double p99_us;
+    double p99_own_us; /* without what the quiet client waited for a processor */
+    double p99_run_us; /* without what it and the daemon's look-up thread waited for one */
 };
+
+static double percentile(double *times, uint32_t percent)
+{
+    qsort(times, CALLS_PER_ROUND, sizeof(times[0]), compare_doubles);
+    return times[CALLS_PER_ROUND * percent / 100];
+}
 
 static struct round quiet_round(struct quiet *quiet)
 {
     static double times[CALLS_PER_ROUND];
+    static double own[CALLS_PER_ROUND];
+    static double run[CALLS_PER_ROUND];
     const struct kvkeep_prompt prompt = {.tokens = quiet->tokens, .token_count = QUIET_TOKENS};
     for (uint32_t i = 0; i < CALLS_PER_ROUND; i++) {
         struct kvkeep_lookup found;
         struct kvk_error error;
+        double client_us = waited_us(quiet->waits_fd);
+        double daemon_us = waited_us(quiet->daemon_waits_fd);
         double begin = kvk_report_seconds();
         expect_ok(kvkeep_lookup(quiet->client, &quiet->space, &prompt, false, &found, &error),
                   &error, "Lookup");
         times[i] = (kvk_report_seconds() - begin) * 1e6;
+        own[i] = times[i] - (waited_us(quiet->waits_fd) - client_us);
+        run[i] = own[i] - (waited_us(quiet->daemon_waits_fd) - daemon_us);
         if (found.cached_tokens != QUIET_TOKENS) {
             give_up("the quiet tenant's prompt", "was taken from it");
         }
     }
-    qsort(times, CALLS_PER_ROUND, sizeof(times[0]), compare_doubles);
-    return (struct round){.p50_us = times[CALLS_PER_ROUND / 2],
-                          .p99_us = times[CALLS_PER_ROUND * 99 / 100]};
+    return (struct round){.p50_us = percentile(times, 50),
+                          .p99_us = percentile(times, 99),
+                          .p99_own_us = percentile(own, 99),
+                          .p99_run_us = percentile(run, 99)};
 }
 
 /* ---- Measuring ---- */
 
 struct names {
-    const char *p50, *p99, *ratio, *calls, *refused;
+    const char *p50, *p99, *ratio;
+    const char *own, *own_ratio; /* the client's waits for a processor left out */
+    const char *run, *run_ratio; /* those of the daemon's look-up thread, too */
+    const char *calls, *refused;
 };
 
 struct plan {
@@ -441,7 +529,8 @@ struct plan {
 
 struct figures {
     double p50[2][ROUNDS_MAX], p99[2][ROUNDS_MAX]; /* [noise is on] */
-    double ratios[ROUNDS_MAX];
+    double p99_own[2][ROUNDS_MAX], p99_run[2][ROUNDS_MAX];
+    double ratios[ROUNDS_MAX], own_ratios[ROUNDS_MAX], run_ratios[ROUNDS_MAX];
 };
 
 static void rounds_run(const struct plan *plan, struct quiet *quiet, struct noise *noise,
@@ -455,8 +544,12 @@ static void rounds_run(const struct plan *plan, struct quiet *quiet, struct nois
             struct round round = quiet_round(quiet);
             figures->p50[on][i] = round.p50_us;
             figures->p99[on][i] = round.p99_us;
+            figures->p99_own[on][i] = round.p99_own_us;
+            figures->p99_run[on][i] = round.p99_run_us;
         }
         figures->ratios[i] = figures->p99[1][i] / figures->p99[0][i];
+        figures->own_ratios[i] = figures->p99_own[1][i] / figures->p99_own[0][i];
+        figures->run_ratios[i] = figures->p99_run[1][i] / figures->p99_run[0][i];
     }
     atomic_store(&noise->on, false);
 }
@@ -469,6 +562,12 @@ static void report_fill(struct kvk_report *report, const struct names *names, ui
     kvk_report_ratio(report, names->p99, kvk_report_median(figures->p99[1], rounds), "us",
                      kvk_report_median(figures->p99[0], rounds));
     kvk_report_value(report, names->ratio, kvk_report_median(figures->ratios, rounds), "x");
+    kvk_report_ratio(report, names->own, kvk_report_median(figures->p99_own[1], rounds), "us",
+                     kvk_report_median(figures->p99_own[0], rounds));
+    kvk_report_value(report, names->own_ratio, kvk_report_median(figures->own_ratios, rounds), "x");
+    kvk_report_ratio(report, names->run, kvk_report_median(figures->p99_run[1], rounds), "us",
+                     kvk_report_median(figures->p99_run[0], rounds));
+    kvk_report_value(report, names->run_ratio, kvk_report_median(figures->run_ratios, rounds), "x");
     kvk_report_value(report, names->calls, (double)atomic_load(&noise->calls), "calls");
     kvk_report_value(report, names->refused, (double)atomic_load(&noise->refused), "calls");
 }
@@ -492,7 +591,7 @@ static void measure(struct kvk_report *report, const struct names *names, const 
     if (plan->pinned) {
         place(PLACE_QUIET);
     }
-    quiet_start(&quiet, target);
+    quiet_start(&quiet, target, daemon_pid);
     for (uint32_t ms = 0; atomic_load(&noise->ready) < plan->connections; ms += 10) {
         if (ms > START_MS_MAX) {
             give_up("the noisy tenant", "is not ready");
@@ -523,12 +622,24 @@ static uint32_t number(const char *option, const char *text, uint32_t most)
 
 int main(int argc, char **argv)
 {
-    static const struct names bounded = {
-        "look-up p50 beside a noisy tenant with a quota", "look-up p99 beside it",
-        "p99 ratio of paired rounds, median", "calls of the noisy tenant", "of them refused"};
+    static const struct names bounded = {"look-up p50 beside a noisy tenant with a quota",
+                                         "look-up p99 beside it",
+                                         "p99 ratio of paired rounds, median",
+                                         "p99, the client's waits for a processor left out",
+                                         "its ratio of paired rounds, median",
+                                         "p99, all waits for a processor left out",
+                                         "that one's ratio of paired rounds, median",
+                                         "calls of the noisy tenant",
+                                         "of them refused"};
     static const struct names unbounded = {
-        "look-up p50 beside a noisy tenant without any quota", "look-up p99 beside that",
-        "p99 ratio of paired rounds, median, no quota", "calls of the noisy tenant, no quota",
+        "look-up p50 beside a noisy tenant without any quota",
+        "look-up p99 beside that",
+        "p99 ratio of paired rounds, median, no quota",
+        "p99, the client's waits for a processor left out, no quota",
+        "its ratio of paired rounds, median, no quota",
+        "p99, all waits for a processor left out, no quota",
+        "that one's ratio of paired rounds, median, no quota",
+        "calls of the noisy tenant, no quota",
         "of them refused, no quota"};
     struct kvk_report report;
     struct plan plan = {.connections = 16, .rounds = 21, .bounded = true, .pinned = true};

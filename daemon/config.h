@@ -105,10 +105,11 @@ struct kvk_config {
     uint64_t message_bytes;
     uint32_t connections;
     uint32_t live_calls;
-    uint32_t tenant_calls;        /* of live_calls, that one tenant may have */
-    uint32_t tenant_bulk_threads; /* of bulk_threads */
-    uint32_t auth_failures;       /* bucket of one address or uid; 0: no limit */
-    uint64_t auth_failure_ms;     /* until it has one more */
+    uint32_t tenant_calls;         /* of live_calls, that one tenant may have */
+    uint32_t tenant_bulk_threads;  /* of bulk_threads */
+    uint32_t tenant_share_percent; /* of the look-up thread's time, while others come */
+    uint32_t auth_failures;        /* bucket of one address or uid; 0: no limit */
+    uint64_t auth_failure_ms;      /* until it has one more */
     uint32_t bulk_threads;
     uint32_t spin_us;
     uint64_t keepalive_ms;

@@ -118,6 +118,15 @@ static const struct kvk_option_field server_fields[] = {
      .maximum = 64,
      .help = "Of them, those that one tenant's calls may take at a time; what is left serves the "
              "others at once. As many as bulk_threads or more: all, for a daemon of one tenant."},
+    {.name = "tenant_share_percent",
+     .kind = KVK_OPTION_COUNT,
+     AT(tenant_share_percent),
+     .fallback = "50",
+     .minimum = 1,
+     .maximum = 100,
+     .help = "Of the look-up thread's time, reading its messages included, that one tenant's calls "
+             "take while those of others come in, too: so that these find it free. Who is alone "
+             "has all of it. 100: nobody is held back."},
     {.name = "spin_us",
      .kind = KVK_OPTION_COUNT,
      AT(spin_us),

@@ -293,6 +293,7 @@ static enum kvk_status build_server(struct house *house, struct kvk_error *error
     options.bulk_threads = config->bulk_threads;
     options.owner_calls_max = config->tenant_calls;
     options.owner_threads_max = config->tenant_bulk_threads;
+    options.owner_share_percent = config->tenant_share_percent;
     options.spin_us = config->spin_us;
     options.drain_grace_ms = (uint32_t)config->drain_ms;
     kvk_rpc_set_callbacks(house->rpc, &options);

@@ -10,6 +10,8 @@
 #include "proto/descriptor_set.h"
 
 #define SESSION_QUEUE_DEPTH 8
+/* Of a request with a prompt: unpacking and comparing it takes some ten microseconds. */
+#define LONG_PROMPT_BYTES (UINT64_C(64) << 10)
 
 /* ---- the methods ---- */
 
@@ -21,6 +23,12 @@
     {                                                                                              \
         .path = service #call, .name = #call, .kind = KVK_METHOD_UNARY, .class = KVK_CLASS_INLINE, \
         .request = &kvkeep__v1__##message##_request__descriptor, .handle = handler                 \
+    }
+/* Likewise, and it takes a prompt, which may be long. */
+#define PROMPT_CALL(service, call, message, handler)                                               \
+    {                                                                                              \
+        .path = service #call, .name = #call, .kind = KVK_METHOD_UNARY, .class = KVK_CLASS_INLINE, \
+        .prompt = true, .request = &kvkeep__v1__##message##_request__descriptor, .handle = handler \
     }
 #define BULK_CALL(service, call, message, handler)                                                 \
     {                                                                                              \
@@ -39,14 +47,14 @@
     }
 
 static const struct kvk_rpc_method methods[] = {
-    INLINE_CALL(KVKEEP, Lookup, lookup, kvk_rpc_lookup),
-    INLINE_CALL(KVKEEP, Touch, touch, kvk_rpc_touch),
-    INLINE_CALL(KVKEEP, Pin, pin, kvk_rpc_pin),
+    PROMPT_CALL(KVKEEP, Lookup, lookup, kvk_rpc_lookup),
+    PROMPT_CALL(KVKEEP, Touch, touch, kvk_rpc_touch),
+    PROMPT_CALL(KVKEEP, Pin, pin, kvk_rpc_pin),
     INLINE_CALL(KVKEEP, Renew, renew, kvk_rpc_renew),
     INLINE_CALL(KVKEEP, Release, release, kvk_rpc_release),
     INLINE_CALL(KVKEEP, BeginTransfer, begin_transfer, kvk_rpc_begin_transfer),
     INLINE_CALL(KVKEEP, EndTransfer, end_transfer, kvk_rpc_end_transfer),
-    INLINE_CALL(KVKEEP, OpenSequence, open_sequence, kvk_rpc_open_sequence),
+    PROMPT_CALL(KVKEEP, OpenSequence, open_sequence, kvk_rpc_open_sequence),
     INLINE_CALL(KVKEEP, GetSequence, get_sequence, kvk_rpc_get_sequence),
     INLINE_CALL(KVKEEP, Append, append, kvk_rpc_append),
     INLINE_CALL(KVKEEP, Seal, seal, kvk_rpc_seal),
@@ -132,6 +140,15 @@ enum kvk_status kvk_rpc_run_begin(struct kvk_rpc_run *run, const struct kvk_rpc_
     return kvk_rpc_authenticate(bound->rpc, call, &run->caller.credential, error);
 }
 
+/* Who is over its rate and does not wait, as it was told to, is waited for: what it has sent on
+ * stays where it is, and costs nobody anything. */
+static void rated_hold(struct kvk_call *call, enum kvk_status status, const struct kvk_error *error)
+{
+    if (status != KVK_OK) {
+        kvk_call_hold_owner(call, error->retry_after_ms * KVK_NS_PER_MS);
+    }
+}
+
 /* True: the call was ended. False: it would have to wait, and nothing has changed. */
 static bool unary_run(struct kvk_call *call, const struct kvk_rpc_bound *bound, bool may_block)
 {
@@ -143,6 +160,7 @@ static bool unary_run(struct kvk_call *call, const struct kvk_rpc_bound *bound, 
     enum kvk_status status = kvk_rpc_run_begin(&run, bound, call, may_block, &error);
     if (status == KVK_OK) {
         status = kvk_rpc_rate_take(&run, bound, NULL, &error);
+        rated_hold(call, status, &error);
     }
     if (status == KVK_OK) {
         status = kvk_wire_unpack(bound->rpc->config, &run.memory->arena, method->request,
@@ -150,6 +168,7 @@ static bool unary_run(struct kvk_call *call, const struct kvk_rpc_bound *bound, 
     }
     if (status == KVK_OK) {
         status = kvk_rpc_rate_take(&run, bound, message, &error);
+        rated_hold(call, status, &error);
     }
     if (status == KVK_OK) {
         status = method->handle(&run, message, &error);
@@ -319,6 +338,7 @@ static void bind_methods(struct kvk_rpc *rpc)
         target->class = method->class;
         target->user_data = &rpc->bound[i];
         target->on_call = method->on_call;
+        target->long_bytes = method->prompt ? LONG_PROMPT_BYTES : 0;
         if (method->kind == KVK_METHOD_UNARY) {
             target->on_call = method->class == KVK_CLASS_INLINE ? unary_inline : unary_bulk;
         }

@@ -44,7 +44,8 @@ struct kvk_rpc_method {
     const char *name; /* "OpenSequence": for the journal of refusals */
     enum kvk_method_kind kind;
     enum kvk_method_class class;
-    bool slow; /* runs long enough on a bulk thread that a client's cancel must be seen */
+    bool prompt; /* its message may be long, and no other call waits for what it changes */
+    bool slow;   /* runs long enough on a bulk thread that a client's cancel must be seen */
 
     /* Unary: KVK_OK, and kvk_rpc_reply() was called, or a failure, and nothing changed. */
     const ProtobufCMessageDescriptor *request;

@@ -18,6 +18,7 @@
 #include "base/assert.h"
 #include "base/clock.h"
 #include "base/log.h"
+#include "base/priority.h"
 #include "daemon/server_private.h"
 #include "daemon/server_sanitize.h"
 
@@ -45,6 +46,7 @@ void kvk_server_options_init(struct kvk_server_options *options)
     options->owner_count = 1;
     options->owner_calls_max = options->live_calls_max;
     options->owner_threads_max = KVK_SERVER_BULK_THREADS_MAX;
+    options->owner_share_percent = 50;
 }
 
 /* ---- options ---- */
@@ -80,6 +82,7 @@ static enum kvk_status options_check(const struct kvk_server_options *options,
         {"spin_us", options->spin_us, 0, 1000000},
         {"owner_count", options->owner_count, 1, 1u << 20},
         {"owner_calls_max", options->owner_calls_max, 1, 1u << 20},
+        {"owner_share_percent", options->owner_share_percent, 1, 100},
         {"owner_threads_max", options->owner_threads_max, 1, KVK_SERVER_BULK_THREADS_MAX},
     };
     for (size_t i = 0; i < sizeof(ranges) / sizeof(ranges[0]); i++) {
@@ -111,27 +114,50 @@ enum kvk_status kvk_server_thread(pthread_t *thread, const char *name, void *(*r
     return KVK_OK;
 }
 
+static grpc_event queue_look(struct kvk_server *server)
+{
+    return grpc_completion_queue_next(server->queue, gpr_inf_past(GPR_CLOCK_MONOTONIC), NULL);
+}
+
+/* Sleep until something comes in, but not past `until_ns`, when a call may be taken that was held
+ * back. gRPC waits for whole milliseconds; what is less we wait for at the sockets, and what other
+ * threads bring meanwhile waits with us. */
+static grpc_event queue_sleep(struct kvk_server *server, uint64_t until_ns)
+{
+    uint64_t now_ns = kvk_clock_now(kvk_clock_monotonic());
+    uint64_t left_ns = until_ns > now_ns ? until_ns - now_ns : 0;
+    if (left_ns < 2 * KVK_NS_PER_MS) {
+        kvk_connections_wait(&server->connections, left_ns);
+        return queue_look(server);
+    }
+    left_ns -= KVK_NS_PER_MS;
+    left_ns = left_ns < KVK_NS_PER_SECOND ? left_ns : KVK_NS_PER_SECOND; /* so that it turns */
+    gpr_timespec until = gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC),
+                                      gpr_time_from_nanos((int64_t)left_ns, GPR_TIMESPAN));
+    return grpc_completion_queue_next(server->queue, until, NULL);
+}
+
 /* Poll without sleeping as long as something came within the last spin_us: a wake-up costs more
  * than a look-up. */
-static grpc_event queue_next(struct kvk_server *server, uint64_t *last_event_ns)
+static grpc_event queue_next(struct kvk_server *server, uint64_t until_ns, uint64_t *last_event_ns)
 {
     const uint64_t spin_ns = (uint64_t)server->options.spin_us * 1000;
     grpc_event event;
     while (spin_ns > 0) {
-        event = grpc_completion_queue_next(server->queue, gpr_inf_past(GPR_CLOCK_MONOTONIC), NULL);
+        event = queue_look(server);
         uint64_t now_ns = kvk_clock_now(kvk_clock_monotonic());
         if (event.type != GRPC_QUEUE_TIMEOUT) {
             *last_event_ns = now_ns;
+            return event;
+        }
+        if (now_ns >= until_ns) {
             return event;
         }
         if (now_ns - *last_event_ns >= spin_ns) {
             break;
         }
     }
-    /* Not for ever, so that who watches sees it turn. */
-    gpr_timespec until =
-        gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC), gpr_time_from_seconds(1, GPR_TIMESPAN));
-    event = grpc_completion_queue_next(server->queue, until, NULL);
+    event = queue_sleep(server, until_ns);
     if (spin_ns > 0) {
         *last_event_ns = kvk_clock_now(kvk_clock_monotonic());
     }
@@ -145,16 +171,18 @@ static grpc_event queue_next(struct kvk_server *server, uint64_t *last_event_ns)
 static void *lookup_run(void *argument)
 {
     struct kvk_server *server = argument;
+    const struct kvk_fair *fair = &server->calls.fair;
     uint64_t last_event_ns = 0;
     uint32_t looked = 0;
+    kvk_priority_answers();
     for (;;) {
-        bool waiting = server->calls.fair.waiting_count > 0;
+        uint64_t ready_ns = kvk_fair_ready_ns(fair);
+        bool waiting = ready_ns != UINT64_MAX && ready_ns <= kvk_clock_now(kvk_clock_monotonic());
         grpc_event event = {.type = GRPC_QUEUE_TIMEOUT};
         if (!waiting) {
-            event = queue_next(server, &last_event_ns);
-        } else if (looked < LOOKS_MAX && !kvk_fair_is_fresh(&server->calls.fair)) {
-            event =
-                grpc_completion_queue_next(server->queue, gpr_inf_past(GPR_CLOCK_MONOTONIC), NULL);
+            event = queue_next(server, ready_ns, &last_event_ns);
+        } else if (looked < LOOKS_MAX && !kvk_fair_is_fresh(fair)) {
+            event = queue_look(server);
             if (event.type == GRPC_QUEUE_TIMEOUT && kvk_connections_unread(&server->connections)) {
                 looked++;
                 continue; /* a part of a message was read, others wait */
@@ -163,7 +191,7 @@ static void *lookup_run(void *argument)
         looked++;
         atomic_fetch_add_explicit(&server->turns, 1, memory_order_relaxed);
         if (event.type == GRPC_QUEUE_SHUTDOWN) {
-            KVK_ASSERT(!waiting);
+            KVK_ASSERT(ready_ns == UINT64_MAX);
             return NULL;
         }
         if (event.type == GRPC_QUEUE_TIMEOUT) {

@@ -100,6 +100,10 @@ struct kvk_method {
     uint32_t live_max;    /* calls of this method at a time; 0: only the server's limit */
     void (*on_call)(struct kvk_call *call, void *user_data);
     void *user_data; /* borrowed as long as the server */
+    /* INLINE: with a message of so many bytes and more, a call is handed to the bulk threads while
+     * other owners' calls come in, so that they do not wait for it; 0: never. Its handler must not
+     * mind. */
+    uint64_t long_bytes;
 };
 
 /* ---- server ---- */
@@ -137,10 +141,12 @@ struct kvk_server_options {
      */
     enum kvk_status (*call_owner)(struct kvk_call *call, void *user_data, uint32_t *owner,
                                   struct kvk_error *error);
-    uint32_t owner_count;       /* 1 */
-    uint32_t owner_calls_max;   /* of one owner at a time, that wait or run; bidi streams apart */
-    uint32_t owner_threads_max; /* bulk threads that calls of one owner take at a time */
-    uint32_t drain_grace_ms;    /* calls that run may end themselves within it */
+    uint32_t owner_count;         /* 1 */
+    uint32_t owner_calls_max;     /* of one owner at a time, that wait or run; bidi streams apart */
+    uint32_t owner_threads_max;   /* bulk threads that calls of one owner take at a time */
+    uint32_t owner_share_percent; /* of the look-up thread's time, that calls of one owner take
+                                     while those of others come in; 1 to 100 */
+    uint32_t drain_grace_ms;      /* calls that run may end themselves within it */
 
     /*
      * Pack what travels as grpc-status-details-bin beside a failure (a google.rpc.Status), for
@@ -274,6 +280,13 @@ bool kvk_call_is_cancelled(struct kvk_call *call);
 /* What call_owner found out about the caller rides with the call; NULL: nothing. */
 void kvk_call_set_caller(struct kvk_call *call, const void *caller);
 const void *kvk_call_caller(struct kvk_call *call);
+
+/*
+ * Before the call is ended: the calls of its owner that wait are not to be served for so long (10
+ * ms at most), where calls of others come in. For who asks again and again what cannot be had, and
+ * costs others what reading it takes.
+ */
+void kvk_call_hold_owner(struct kvk_call *call, uint64_t hold_ns);
 
 /* A pointer of the handler's that rides with the call; NULL at first. */
 void kvk_call_set_context(struct kvk_call *call, void *context);

@@ -27,6 +27,7 @@
 #include <unistd.h>
 
 #include "base/assert.h"
+#include "base/clock.h"
 
 #define EPOLL_BATCH 64
 #define ACCEPT_BATCH 64
@@ -101,6 +102,16 @@ bool kvk_connections_unread(const struct kvk_connections *connections)
 {
     struct epoll_event event;
     return epoll_wait(connections->unread_fd, &event, 1, 0) > 0;
+}
+
+void kvk_connections_wait(const struct kvk_connections *connections, uint64_t ns)
+{
+    const struct timespec time = {.tv_sec = (time_t)(ns / KVK_NS_PER_SECOND),
+                                  .tv_nsec = (long)(ns % KVK_NS_PER_SECOND)};
+    struct epoll_event event;
+    if (epoll_pwait2(connections->unread_fd, &event, 1, &time, NULL) < 0 && errno != EINTR) {
+        (void)epoll_wait(connections->unread_fd, &event, 1, 1); /* before Linux 5.11 */
+    }
 }
 
 /* ---- one connection ---- */

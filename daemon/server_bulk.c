@@ -4,10 +4,9 @@
  */
 #include "daemon/server_private.h"
 
-#include <sched.h>
-
 #include "base/assert.h"
 #include "base/clock.h"
+#include "base/priority.h"
 
 #define BULK_QUANTUM_NS KVK_NS_PER_MS
 
@@ -19,13 +18,11 @@ static struct kvk_call *call_of_turn(struct kvk_fair_item *item)
 static void *bulk_run(void *argument)
 {
     struct kvk_bulk *bulk = argument;
-    /* Once awake it competes like any other thread, but it does not push the look-up thread off its
-     * processor by waking up. Where the system says no, it is as without. */
-    const struct sched_param none = {.sched_priority = 0};
-    (void)sched_setscheduler(0, SCHED_BATCH, &none);
+    kvk_priority_works();
     kvk_lock(&bulk->lock);
     for (;;) {
-        struct kvk_fair_item *item = kvk_fair_take(&bulk->fair);
+        struct kvk_fair_item *item =
+            kvk_fair_take(&bulk->fair, kvk_clock_now(kvk_clock_monotonic()));
         if (item == NULL && bulk->stop) {
             break;
         }
@@ -37,11 +34,11 @@ static void *bulk_run(void *argument)
         uint32_t owner = item->owner;
         uint64_t begun_ns = kvk_clock_now(kvk_clock_monotonic());
         kvk_call_run_bulk(call_of_turn(item)); /* which may be gone now, and wait here again */
-        uint64_t took_ns = kvk_clock_now(kvk_clock_monotonic()) - begun_ns;
+        uint64_t now_ns = kvk_clock_now(kvk_clock_monotonic());
         kvk_lock(&bulk->lock);
         /* Others of the owner may be taken now: by this thread or, where it takes one of another
          * owner, by one that sleeps. */
-        if (kvk_fair_end(&bulk->fair, owner, took_ns)) {
+        if (kvk_fair_end(&bulk->fair, owner, now_ns - begun_ns, now_ns)) {
             (void)pthread_cond_signal(&bulk->work);
         }
     }
@@ -57,7 +54,8 @@ enum kvk_status kvk_bulk_init(struct kvk_bulk *bulk, const struct kvk_server_opt
                                : options->bulk_threads;
     kvk_lock_init(&bulk->lock);
     kvk_condition_init(&bulk->work);
-    return kvk_fair_init(&bulk->fair, options->owner_count, threads_max, BULK_QUANTUM_NS, error);
+    return kvk_fair_init(&bulk->fair, options->owner_count + 1, threads_max, BULK_QUANTUM_NS,
+                         error);
 }
 
 void kvk_bulk_finish(struct kvk_bulk *bulk)
@@ -87,7 +85,7 @@ void kvk_bulk_push(struct kvk_bulk *bulk, struct kvk_call *call)
 {
     kvk_lock(&bulk->lock);
     KVK_ASSERT(!bulk->stop);
-    kvk_fair_add(&bulk->fair, &call->turn, call->owner);
+    kvk_fair_add(&bulk->fair, &call->turn, call->owner, kvk_clock_now(kvk_clock_monotonic()));
     (void)pthread_cond_signal(&bulk->work);
     kvk_unlock(&bulk->lock);
 }

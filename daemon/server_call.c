@@ -25,15 +25,25 @@ static void call_closed(struct kvk_tag *tag, bool ok);
 
 #define INLINE_QUANTUM_NS UINT64_C(100000)
 
+/* What reading a message costs this thread, in ns for 1,024 bytes: gRPC does it before anybody
+ * knows whose it is, so that it is paid for with the call. */
+#define READ_NS_PER_KIB 450U
+
 enum kvk_status kvk_calls_init(struct kvk_server *server, struct kvk_error *error)
 {
     const uint32_t owner_count = server->options.owner_count;
     kvk_lock_init(&server->calls.lock);
     server->calls.owner_live = calloc(owner_count, sizeof(*server->calls.owner_live));
-    if (server->calls.owner_live == NULL) {
+    server->calls.owner_hold_ns = calloc(owner_count + 1, sizeof(*server->calls.owner_hold_ns));
+    if (server->calls.owner_live == NULL || server->calls.owner_hold_ns == NULL) {
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for the server");
     }
-    return kvk_fair_init(&server->calls.fair, owner_count, 1, INLINE_QUANTUM_NS, error);
+    enum kvk_status status =
+        kvk_fair_init(&server->calls.fair, owner_count + 1, 1, INLINE_QUANTUM_NS, error);
+    if (status == KVK_OK) {
+        kvk_fair_pace(&server->calls.fair, server->options.owner_share_percent, owner_count);
+    }
+    return status;
 }
 
 /* ---- from the free list and back ---- */
@@ -115,6 +125,7 @@ void kvk_calls_finish(struct kvk_server *server)
     }
     kvk_fair_finish(&server->calls.fair);
     free(server->calls.owner_live);
+    free(server->calls.owner_hold_ns);
     kvk_lock_finish(&server->calls.lock);
 }
 
@@ -387,7 +398,8 @@ static enum kvk_status call_find_owner(struct kvk_call *call, struct kvk_error *
 {
     struct kvk_server *server = call->server;
     const struct kvk_method *method = &call->method->method;
-    /* The standard services are everybody's, and so is what they cost. */
+    /* The standard services are nobody's. */
+    call->owner = call->method->own ? server->options.owner_count : 0;
     if (server->options.call_owner != NULL && !call->method->own) {
         enum kvk_status status =
             server->options.call_owner(call, method->user_data, &call->owner, error);
@@ -419,23 +431,36 @@ static void call_queue(struct kvk_call *call)
     if (call->method->method.class == KVK_CLASS_BULK) {
         kvk_bulk_push(&server->bulk, call);
     } else {
-        kvk_fair_add(&server->calls.fair, &call->turn, call->owner);
+        kvk_fair_add(&server->calls.fair, &call->turn, call->owner,
+                     kvk_clock_now(kvk_clock_monotonic()));
     }
 }
 
 bool kvk_calls_serve_one(struct kvk_server *server)
 {
-    struct kvk_fair_item *item = kvk_fair_take(&server->calls.fair);
+    struct kvk_fair *fair = &server->calls.fair;
+    uint64_t begun_ns = kvk_clock_now(kvk_clock_monotonic());
+    struct kvk_fair_item *item = kvk_fair_take(fair, begun_ns);
     if (item == NULL) {
         return false;
     }
     struct kvk_call *call = CALL_OF(turn, item);
     uint32_t owner = item->owner;
-    uint64_t begun_ns = kvk_clock_now(kvk_clock_monotonic());
-    call->begun = true;
-    call_dispatch(call, false); /* it may be gone now, and serve another */
-    uint64_t took_ns = kvk_clock_now(kvk_clock_monotonic()) - begun_ns;
-    (void)kvk_fair_end(&server->calls.fair, owner, took_ns);
+    uint64_t size_bytes = kvk_call_message_size(call);
+    uint64_t long_bytes = call->method->method.long_bytes;
+    if (long_bytes > 0 && size_bytes >= long_bytes && kvk_fair_others_come(fair, owner, begun_ns)) {
+        kvk_bulk_push(&server->bulk, call); /* what it takes there is paid for there */
+    } else {
+        call->begun = true;
+        call_dispatch(call, false); /* it may be gone now, and serve another */
+    }
+    uint64_t now_ns = kvk_clock_now(kvk_clock_monotonic());
+    uint64_t read_ns = size_bytes * READ_NS_PER_KIB / 1024;
+    (void)kvk_fair_end(fair, owner, now_ns - begun_ns + read_ns, now_ns);
+    uint64_t hold_ns = atomic_exchange(&server->calls.owner_hold_ns[owner], 0);
+    if (hold_ns > 0) {
+        kvk_fair_hold(fair, owner, hold_ns, now_ns);
+    }
     return true;
 }
 
@@ -612,6 +637,12 @@ void kvk_call_set_caller(struct kvk_call *call, const void *caller)
 const void *kvk_call_caller(struct kvk_call *call)
 {
     return call->caller;
+}
+
+void kvk_call_hold_owner(struct kvk_call *call, uint64_t hold_ns)
+{
+    /* Of several at a time the last counts: they would be held back for about the same. */
+    atomic_store(&call->server->calls.owner_hold_ns[call->owner], hold_ns);
 }
 
 void kvk_call_set_context(struct kvk_call *call, void *context)

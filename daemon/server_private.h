@@ -180,8 +180,9 @@ struct kvk_calls {
     atomic_ulong refused_count;
     atomic_ulong one_refused_count; /* of them, for the limit of one owner */
     atomic_ulong unknown_count;
-    atomic_uint *owner_live; /* [options.owner_count] calls that wait or run; ours */
-    struct kvk_fair fair;    /* INLINE calls that wait for the look-up thread; its alone */
+    atomic_uint *owner_live;     /* [options.owner_count] calls that wait or run; ours */
+    atomic_ulong *owner_hold_ns; /* [options.owner_count + 1] see kvk_call_hold_owner(); ours */
+    struct kvk_fair fair;        /* INLINE calls that wait for the look-up thread; its alone */
     atomic_ulong cancelled_count;
 };
 
@@ -262,6 +263,8 @@ struct kvk_connection *kvk_connection_find(struct kvk_connections *connections, 
 void kvk_connection_release(struct kvk_connection *connection);
 /* Have bytes come in that gRPC has not read yet? Those of TLS are not seen. */
 bool kvk_connections_unread(const struct kvk_connections *connections);
+/* Wait for some, not for longer than this. */
+void kvk_connections_wait(const struct kvk_connections *connections, uint64_t ns);
 
 /* server_tls.c */
 KVK_CHECKED enum kvk_status kvk_tls_create(const struct kvk_tls_options *options,

@@ -378,16 +378,17 @@ static inline void fixture_drained(void *user_data)
 static inline void fixture_methods(struct fixture *fixture, struct kvk_method *methods)
 {
     const struct kvk_method table[FIXTURE_METHODS] = {
-        {"/t/Echo", KVK_METHOD_UNARY, KVK_CLASS_INLINE, 64, 0, fixture_echo, fixture},
-        {"/t/EchoBulk", KVK_METHOD_UNARY, KVK_CLASS_BULK, 0, 0, fixture_echo, fixture},
-        {"/t/Defer", KVK_METHOD_UNARY, KVK_CLASS_INLINE, 0, 0, fixture_defer, fixture},
-        {"/t/Token", KVK_METHOD_UNARY, KVK_CLASS_INLINE, 0, 0, fixture_token, fixture},
-        {"/t/Fail", KVK_METHOD_UNARY, KVK_CLASS_INLINE, 0, 0, fixture_fail, fixture},
-        {"/t/Late", KVK_METHOD_UNARY, KVK_CLASS_INLINE, 0, 4, fixture_late, fixture},
-        {"/t/Download", KVK_METHOD_SERVER_STREAM, KVK_CLASS_BULK, 0, 0, fixture_download, fixture},
-        {"/t/Upload", KVK_METHOD_CLIENT_STREAM, KVK_CLASS_BULK, 0, 0, fixture_upload, fixture},
-        {"/t/Pipe", KVK_METHOD_BIDI, KVK_CLASS_INLINE, 0, 0, fixture_pipe, fixture},
-        {"/t/PipeBulk", KVK_METHOD_BIDI, KVK_CLASS_BULK, 0, 0, fixture_pipe, fixture},
+        {"/t/Echo", KVK_METHOD_UNARY, KVK_CLASS_INLINE, 64, 0, fixture_echo, fixture, 0},
+        {"/t/EchoBulk", KVK_METHOD_UNARY, KVK_CLASS_BULK, 0, 0, fixture_echo, fixture, 0},
+        {"/t/Defer", KVK_METHOD_UNARY, KVK_CLASS_INLINE, 0, 0, fixture_defer, fixture, 0},
+        {"/t/Token", KVK_METHOD_UNARY, KVK_CLASS_INLINE, 0, 0, fixture_token, fixture, 0},
+        {"/t/Fail", KVK_METHOD_UNARY, KVK_CLASS_INLINE, 0, 0, fixture_fail, fixture, 0},
+        {"/t/Late", KVK_METHOD_UNARY, KVK_CLASS_INLINE, 0, 4, fixture_late, fixture, 0},
+        {"/t/Download", KVK_METHOD_SERVER_STREAM, KVK_CLASS_BULK, 0, 0, fixture_download, fixture,
+         0},
+        {"/t/Upload", KVK_METHOD_CLIENT_STREAM, KVK_CLASS_BULK, 0, 0, fixture_upload, fixture, 0},
+        {"/t/Pipe", KVK_METHOD_BIDI, KVK_CLASS_INLINE, 0, 0, fixture_pipe, fixture, 0},
+        {"/t/PipeBulk", KVK_METHOD_BIDI, KVK_CLASS_BULK, 0, 0, fixture_pipe, fixture, 0},
     };
     memcpy(methods, table, sizeof(table));
 }
