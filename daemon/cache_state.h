@@ -435,7 +435,8 @@ struct kvk_cache_stats {
     uint64_t twins_equal, twins_compared, twins_left_out; /* of duplicate_blocks */
     uint64_t opaque_differences;                          /* of twins_compared */
     uint64_t evictions[KVK_TIER_COUNT];                   /* copies dropped to make room */
-    uint64_t block_uses[KVK_TIER_COUNT]; /* blocks of hits, by the best tier that they lay in */
+    uint64_t block_uses[KVK_TIER_COUNT]; /* blocks of hits, by the best tier with a copy then: what
+                                            was brought for a use counts where it came to */
     uint64_t forgotten_blocks;                            /* last copies dropped */
     uint64_t demoted_blocks, promoted_blocks;
     uint64_t swapped_out_blocks, swapped_in_blocks, swapped_out_bytes, swapped_in_bytes;

@@ -29,7 +29,8 @@ struct kvk_fleet_node {
     uint64_t started_s, at_s;               /* seconds since 1970, by its own clock */
     uint64_t number;                        /* one more with each announcement of its life */
     uint64_t used_bytes[KVK_FLEET_TIERS], limit_bytes[KVK_FLEET_TIERS];
-    uint64_t uses[KVK_FLEET_TIERS]; /* blocks of hits, by the best tier they lay in */
+    uint64_t uses[KVK_FLEET_TIERS]; /* blocks of hits, by the tier of memory they were used in; of
+                                       the disk, those that were brought from there */
     uint64_t fetched_blocks;        /* brought from the store; used in host memory then */
     uint64_t lookups, lookup_tokens, hit_tokens;
     uint64_t sent_bytes, fetched_bytes; /* to and from the store */

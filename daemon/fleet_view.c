@@ -38,6 +38,7 @@ static void figures_fill(struct kvk_cache *cache, struct kvk_fleet_node *node)
         node->limit_bytes[i] = cache->tiers[i].pool.limit_bytes;
         node->uses[i] = cache->stats.block_uses[i];
     }
+    node->uses[KVK_TIER_DISK] = cache->stats.disk_restored_blocks;
     node->lookups = cache->stats.lookups;
     node->lookup_tokens = cache->stats.lookup_tokens;
     node->hit_tokens = cache->stats.hit_tokens;

@@ -80,7 +80,7 @@ static const struct {
     {"kvkeep_hit_tokens", "Tokens that were found cached."},
     {"kvkeep_partial_", "Of hits that end within a block, and copy a part of it."},
     {"kvkeep_evictions", "Copies dropped to make room."},
-    {"kvkeep_block_uses", "Blocks of hits, by the best tier they lay in."},
+    {"kvkeep_block_uses", "Blocks of hits, by the best tier that had them then."},
     {"kvkeep_blocks", "Known blocks by state."},
     {"kvkeep_refusals", "Calls that were refused for want of room or state."},
     {"kvkeep_events_", "Of the log of what can be found, and who is told."},

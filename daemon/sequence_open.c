@@ -511,6 +511,7 @@ static void open_count(struct opening *opening)
                 continue;
             }
             struct kvk_block *block = kvk_index_block(cache->index, id);
+            cache->stats.block_uses[kvk_block_tier(block)]++;
             if (block->run != UINT32_MAX) { /* else invalidated meanwhile */
                 kvk_evict_use(cache->evict, block, space->groups[g]->windowed, cache->stamp, now);
                 kvk_hints_apply(cache, space, sequence->hints, sequence->hint_count, i - 1, id);

@@ -83,6 +83,11 @@ static const char *share(uint64_t part, uint64_t whole, char text[16])
     return text;
 }
 
+static uint64_t least(uint64_t a, uint64_t b)
+{
+    return a < b ? a : b;
+}
+
 static void nodes_print(const Kvkeep__V1__GetFleetResponse *fleet)
 {
     static const char *const titles[] = {"-node",   "-health", "-address",    "up",     "spaces",
@@ -92,28 +97,29 @@ static void nodes_print(const Kvkeep__V1__GetFleetResponse *fleet)
     ctl_table_init(&table, 14, titles);
     for (size_t i = 0; i < fleet->n_nodes; i++) {
         const Kvkeep__V1__FleetNode *node = fleet->nodes[i];
-        uint64_t uses = 0;
         uint64_t held = 0;
         uint64_t of_tier[4] = {0};
         char texts[5][16];
         char up[32];
         for (size_t k = 0; k < node->n_tiers; k++) {
-            uses += node->tiers[k]->block_uses;
             held += node->tiers[k]->used_bytes;
             of_tier[(size_t)node->tiers[k]->tier % 4] = node->tiers[k]->block_uses;
         }
-        /* What was fetched was used in host memory: it counts for the store, once. */
-        uint64_t fetched = node->fetched_blocks < of_tier[2] ? node->fetched_blocks : of_tier[2];
+        /* What was brought from below was used in memory, mostly the host's: it counts once. */
+        uint64_t uses = of_tier[1] + of_tier[2];
+        uint64_t fetched = least(node->fetched_blocks, of_tier[2]);
+        uint64_t restored = least(of_tier[3], of_tier[2] - fetched);
         (void)snprintf(up, sizeof(up), "%" PRIu64 ":%02u h", node->up_s / 3600,
                        (unsigned)(node->up_s / 60 % 60));
-        ctl_table_row(
-            &table, "%s%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s",
-            ctl_text(node->name), node->self ? " *" : "", health_of(node),
-            node->address.len == 0 ? "-" : ctl_text(node->address), up, ctl_count(node->spaces),
-            ctl_count(node->lookups), share(node->hit_tokens, node->lookup_tokens, texts[0]),
-            share(of_tier[1], uses, texts[1]), share(of_tier[2] - fetched, uses, texts[2]),
-            share(of_tier[3], uses, texts[3]), share(fetched, uses, texts[4]), ctl_bytes(held),
-            ctl_bytes(node->sent_bytes), ctl_bytes(node->fetched_bytes));
+        ctl_table_row(&table, "%s%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s",
+                      ctl_text(node->name), node->self ? " *" : "", health_of(node),
+                      node->address.len == 0 ? "-" : ctl_text(node->address), up,
+                      ctl_count(node->spaces), ctl_count(node->lookups),
+                      share(node->hit_tokens, node->lookup_tokens, texts[0]),
+                      share(of_tier[1], uses, texts[1]),
+                      share(of_tier[2] - fetched - restored, uses, texts[2]),
+                      share(restored, uses, texts[3]), share(fetched, uses, texts[4]),
+                      ctl_bytes(held), ctl_bytes(node->sent_bytes), ctl_bytes(node->fetched_bytes));
     }
     ctl_table_print(&table);
     (void)printf("%zu nodes; * answered%s\n", fleet->n_nodes,
