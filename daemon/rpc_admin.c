@@ -80,7 +80,7 @@ static void fill_limits(const struct kvk_config *config, Kvkeep__V1__Limits *lim
 }
 
 static size_t fill_features(const struct kvk_rpc *rpc, const struct kvk_peer *peer,
-                            ProtobufCBinaryData features[5])
+                            ProtobufCBinaryData features[6])
 {
     size_t count = 0;
     features[count++] = kvk_rpc_text("attend");
@@ -90,6 +90,9 @@ static size_t fill_features(const struct kvk_rpc *rpc, const struct kvk_peer *pe
     }
     if (peer != NULL && peer->kind == KVK_PEER_UNIX && rpc->side_path[0] != '\0') {
         features[count++] = kvk_rpc_text("map_memory");
+    }
+    if (rpc->config->remote.seeds[0] != '\0') {
+        features[count++] = kvk_rpc_text("remote");
     }
     if (rpc->config->test_hooks) {
         features[count++] = kvk_rpc_text("test_hooks");
@@ -102,7 +105,7 @@ KVK_RPC_HANDLER(kvk_rpc_get_server_info)
     (void)message;
     const struct kvk_rpc *rpc = run->rpc;
     const struct kvk_credential *credential = run->caller.credential;
-    ProtobufCBinaryData features[5];
+    ProtobufCBinaryData features[6];
     ProtobufCBinaryData tenants[sizeof(credential->tenants) / sizeof(credential->tenants[0])];
     Kvkeep__V1__Limits limits;
     fill_limits(rpc->config, &limits);

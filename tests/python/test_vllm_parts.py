@@ -4,7 +4,11 @@ request between a scheduler's half and two ranks' halves over a real daemon."""
 import dataclasses
 import os
 import random
+import secrets
+import shutil
 import signal
+import socket
+import subprocess
 import threading
 import time
 
@@ -586,3 +590,57 @@ tenants = y
     assert two.run(Ask("b", prompt)) == 0
     assert two.run(Ask("c", prompt, salt="x")) == 0
     assert one.run(Ask("d", prompt)) == 23
+
+
+@pytest.fixture
+def shared_store(tmp_path):
+    """[remote] of a configuration, with a server of its own behind it."""
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    key = tmp_path / "fleet.key"
+    key.write_text(secrets.token_hex(32))
+    key.chmod(0o600)
+    server = subprocess.Popen(["redis-server", "--port", str(port), "--bind", "127.0.0.1",
+                               "--save", "", "--appendonly", "no", "--dir", str(tmp_path)],
+                              stdout=subprocess.DEVNULL)
+    yield f"\n[remote]\nseeds = 127.0.0.1:{port}\nkey_file = {key}\nfetch_tokens = 4\n"
+    server.kill()
+    server.wait(30)
+
+
+def test_what_another_machine_computed_comes_from_the_shared_store(start, tiny, shared_store):
+    one, two = (tiny(start(TIERS.format(1024) + shared_store)) for _ in range(2))
+    prompts = [words(i, 41) for i in range(3)]
+    for round in "ab":  # a block is sent when it is used a second time
+        for i, prompt in enumerate(prompts):
+            assert one.run(Ask(f"{round}{i}", prompt)) == (40 if round == "b" else 0)
+        one.settle()
+
+    def there():
+        with kvkeep.connect(two.settings.target) as client:
+            space = client.open_space(two.scheduler._model.identity(None), [group()],
+                                      block_tokens=BLOCK, tensor_shards=RANKS)
+            return [client.lookup(space, prompt, retry=True).remote_tokens > 0 or
+                    client.lookup(space, prompt, retry=True).cached_tokens == 40
+                    for prompt in prompts]
+
+    wait(lambda: all(there()))
+    for i, prompt in enumerate(prompts):
+        assert two.run(Ask(f"c{i}", prompt)) == 40  # run() compares what was loaded
+    two.settle()
+    counts = two.scheduler.counted()
+    assert counts["loaded_tokens"] == 120 and counts["queries"] == 3
+    assert two.run(Ask("d", words(9, 41))) == 0  # what nobody has is computed
+
+
+def test_a_shared_store_that_is_away_is_not_waited_for_long(start, tiny, shared_store):
+    gone = shared_store.replace(shared_store.split(":")[1].split("\n")[0], "1")
+    engine = tiny(start(TIERS.format(1024) + gone), remote_wait_ms=300)
+    begin = time.monotonic()
+    assert engine.run(Ask("a", words(1, 41))) == 0
+    assert time.monotonic() - begin < 5
+    engine.settle()
+    assert engine.run(Ask("b", words(1, 41))) == 40

@@ -37,6 +37,7 @@ logger = logging.getLogger("vllm.kvkeep")
 RECONNECT_MS_MAX = 5000
 PIN_MS = 60_000
 RETRY = Retry(attempts=2, first_ms=5, longest_ms=20)  # others' jobs wait behind
+REMOTE_PAUSE_S = 0.003
 TOUCHES_MAX = 256  # waiting to be told; what is past them is left out
 
 
@@ -115,6 +116,7 @@ class _Tracked:
         self.cached = 0       # of them found
         self.usable = 0       # of the found, what may be loaded: 0 after a failure
         self.asked_at = time.monotonic()
+        self.looks = 0        # while more was to come from the store that daemons share
         self.late = False
         self.touched = False
         self.local = 0        # tokens that vLLM has itself, when it asked last
@@ -146,6 +148,7 @@ class _Up:
         self.session = session
         self.spaces: dict[Adapter | None, Space] = {}
         self.joined = 0
+        self.remote = False   # the daemon shares prefixes with others
         self.ready_by: float | None = None  # until then requests wait for the ranks
 
     def lose(self) -> None:
@@ -602,7 +605,10 @@ class SchedulerSide:
             if request.adapter is None or adapter is not None:
                 space = self._space(up, adapter)
                 tokens = list(request.tokens())
-                holder, refused = self._hold(up, space, request, tokens)
+                if up.remote and self._more_comes(up, space, tracked, tokens):
+                    self._opens.put(lambda: self._open(up, tracked))
+                    return
+                holder, refused = self._hold(up, space, request, tokens, tracked.looks > 0)
         except KvkeepError as error:
             logger.info("kvkeep: a look-up failed: %s", error)
         with self._lock:
@@ -612,13 +618,26 @@ class SchedulerSide:
                 return
             self._settle(tracked, space, holder)
 
-    def _hold(self, up: _Up, space: Space, request: Request, tokens: list[int]
+    def _more_comes(self, up: _Up, space: Space, tracked: _Tracked, tokens: list[int]) -> bool:
+        """Others' answers first: the store that daemons share is asked for the rest of this prompt,
+        and there is time to wait for it."""
+        waited_ms = (time.monotonic() - tracked.asked_at) * 1e3
+        if tracked.over or waited_ms >= self.settings.remote_wait_ms:
+            return False
+        if tracked.looks > 0 and self._opens.empty():
+            time.sleep(REMOTE_PAUSE_S)
+        found = up.client.lookup(space, _prompt(tracked.request, tokens),
+                                 retry=tracked.request.again or tracked.looks > 0)
+        tracked.looks += 1
+        return found.remote_pending
+
+    def _hold(self, up: _Up, space: Space, request: Request, tokens: list[int], counted: bool
               ) -> tuple[Sequence | Lease, int]:
         prompt = _prompt(request, tokens)
         if self.settings.save:
             try:
                 return up.session.open_sequence(space, prompt, tier=Tier.HOST, leave_on_host=True,
-                                                retry=request.again), 0
+                                                retry=request.again or counted), 0
             except KvkeepError as error:
                 if error.code != Code.RESOURCE_EXHAUSTED:
                     raise
@@ -719,6 +738,7 @@ class SchedulerSide:
         try:
             if self._must_reset and not self._invalidate(up):
                 raise KvkeepError("the cache could not be reset", Code.UNAVAILABLE)
+            up.remote = b"remote" in client.server_info().features
             self._space(up, None)
         except BaseException:
             self._drop(up)
