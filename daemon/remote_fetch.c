@@ -428,7 +428,7 @@ static bool round_begin(struct work *work, struct round *round, uint64_t next)
     }
     kvk_unlock(&cache->lock);
     round->end = next;
-    return round->count > 0 || next == work->boundary;
+    return round->count > 0;
 }
 
 /* ---- A round: bytes ---- */
@@ -436,6 +436,7 @@ static bool round_begin(struct work *work, struct round *round, uint64_t next)
 static bool round_allocate(struct work *work, struct round *round)
 {
     uint64_t pieces = 0;
+    KVK_ASSERT(round->count > 0);
     for (uint32_t i = 0; i < round->count; i++) {
         pieces += 1 + work->space->groups[round->items[i].group]->shard_count;
     }
