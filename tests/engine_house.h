@@ -37,6 +37,7 @@ struct house_options {
     bool manual_clock;
     struct kvk_disk *disk; /* borrowed, in place of that of the folder; and its bytes */
     uint64_t disk_bytes;
+    struct kvk_device *device; /* of the device tier, the cache's from then on; NULL: a CPU's */
 };
 
 static inline struct kvk_device *house_device(void)
@@ -120,8 +121,10 @@ static inline void house_start(struct house *house, const struct house_options *
         .config = &house->config,
         .tenants = house->tenants,
         .clock = options->manual_clock ? &house->manual.clock : NULL,
-        .device = options->device_bytes > 0 ? house_device() : NULL,
-        .host_device = options->host_bytes > 0 ? house_device() : NULL,
+        .device = options->device != NULL     ? options->device
+                  : options->device_bytes > 0 ? house_device()
+                                              : NULL,
+        .host_device = options->host_bytes > 0 || options->device != NULL ? house_device() : NULL,
         .catalogue = house->durable.catalogue,
         .disk = options->disk != NULL ? options->disk : house->durable.disk,
         .keeper = house->durable.keeper,

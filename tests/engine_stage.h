@@ -21,8 +21,10 @@ struct stage {
     struct kvk_tables tables; /* of the last answer */
 };
 
-static inline void stage_start_with(struct stage *stage, const struct kvk_geometry *geometry,
-                                    uint32_t device_blocks, uint32_t host_blocks)
+/* On this device, which is the cache's from then on; NULL: a CPU's. */
+static inline void stage_start_on(struct stage *stage, const struct kvk_geometry *geometry,
+                                  uint32_t device_blocks, uint32_t host_blocks,
+                                  struct kvk_device *device)
 {
     stage->geometry = *geometry;
     stage->block_bytes = kvk_geometry_block_bytes(geometry);
@@ -31,10 +33,17 @@ static inline void stage_start_with(struct stage *stage, const struct kvk_geomet
         .device_bytes = device_blocks * stage->block_bytes,
         .host_bytes = host_blocks * stage->block_bytes,
         .manual_clock = true,
+        .device = device,
     };
     house_start(&stage->house, &options);
     stage->space = house_space_of(&stage->house, &stage->house.caller, "m", geometry, 1);
     stage->session = house_session(&stage->house);
+}
+
+static inline void stage_start_with(struct stage *stage, const struct kvk_geometry *geometry,
+                                    uint32_t device_blocks, uint32_t host_blocks)
+{
+    stage_start_on(stage, geometry, device_blocks, host_blocks, NULL);
 }
 
 static inline void stage_start(struct stage *stage, uint32_t device_blocks, uint32_t host_blocks)

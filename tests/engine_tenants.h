@@ -49,11 +49,14 @@ static inline void party_be(struct party *party, uint32_t tenant)
     party->house.caller = party->callers[tenant];
 }
 
-static inline void party_start(struct party *party, uint64_t device_blocks, uint64_t host_blocks)
+/* On this device, which is the cache's from then on; NULL: a CPU's. */
+static inline void party_start_on(struct party *party, uint64_t device_blocks, uint64_t host_blocks,
+                                  struct kvk_device *device)
 {
     const struct house_options options = {.device_bytes = device_blocks * BLOCK,
                                           .host_bytes = host_blocks * BLOCK,
-                                          .manual_clock = true};
+                                          .manual_clock = true,
+                                          .device = device};
     house_start(&party->house, &options);
     for (uint32_t i = 0; i < party->count; i++) {
         char token[64];
@@ -65,6 +68,11 @@ static inline void party_start(struct party *party, uint64_t device_blocks, uint
         }
         party->spaces[i] = house_space(&party->house, "model");
     }
+}
+
+static inline void party_start(struct party *party, uint64_t device_blocks, uint64_t host_blocks)
+{
+    party_start_on(party, device_blocks, host_blocks, NULL);
 }
 
 static inline void party_stop(struct party *party)

@@ -27,6 +27,10 @@ foreach(stem runtime_faults device_memory device_copy device_failures device_tra
     endif()
 endforeach()
 
+# The engine as it is, with its device tier on a simulated GPU.
+kvk_criterion_test(${CMAKE_CURRENT_LIST_DIR}/engine_both.c LINK kvk_engine kvk_cuda_sim)
+set_target_properties(test_cuda_sim_engine_both PROPERTIES LINKER_LANGUAGE C)
+
 # kvkeepd as it is, on simulated GPUs.
 kvk_program(kvkeepd_sim SOURCES ${CMAKE_SOURCE_DIR}/daemon/main.c
             ${CMAKE_SOURCE_DIR}/daemon/devices.c LINK kvk_server kvk_cuda_sim)
