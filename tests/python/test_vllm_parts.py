@@ -612,22 +612,20 @@ def shared_store(tmp_path):
 
 
 def test_what_another_machine_computed_comes_from_the_shared_store(start, tiny, shared_store):
-    one, two = (tiny(start(TIERS.format(1024) + shared_store)) for _ in range(2))
+    one, two = (tiny(start(TIERS.format(1024) + shared_store), remote_wait_ms=8000)
+                for _ in range(2))
     prompts = [words(i, 41) for i in range(3)]
     for round in "ab":  # a block is sent when it is used a second time
         for i, prompt in enumerate(prompts):
             assert one.run(Ask(f"{round}{i}", prompt)) == (40 if round == "b" else 0)
         one.settle()
 
-    def there():
-        with kvkeep.connect(two.settings.target) as client:
-            space = client.open_space(two.scheduler._model.identity(None), [group()],
-                                      block_tokens=BLOCK, tensor_shards=RANKS)
-            return [client.lookup(space, prompt, retry=True).remote_tokens > 0 or
-                    client.lookup(space, prompt, retry=True).cached_tokens == 40
-                    for prompt in prompts]
+    def sent():
+        with kvkeep.connect(one.settings.target) as client:
+            stats = client.admin.GetStats(pb.GetStatsRequest(), metadata=client.metadata).stats
+        return {stat.name.decode(): stat.value for stat in stats}["kvkeep_remote_sent_blocks_total"]
 
-    wait(lambda: all(there()))
+    wait(lambda: sent() == 30)
     for i, prompt in enumerate(prompts):
         assert two.run(Ask(f"c{i}", prompt)) == 40  # run() compares what was loaded
     two.settle()
