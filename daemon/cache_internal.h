@@ -321,6 +321,10 @@ KVK_CHECKED enum kvk_status kvk_public_map_find(struct kvk_cache *cache,
                                                 struct kvk_error *error);
 /* Spaces of withdrawn prefixes go once nobody holds or maps anything there. Drops the lock. */
 void kvk_public_maintain_drops(struct kvk_cache *cache);
+/* The files of what was withdrawn go, durably. KVK_UNAVAILABLE: one could not; it is tried again by
+ * maintenance and by whoever calls this. */
+KVK_CHECKED enum kvk_status kvk_public_settle_drops(struct kvk_cache *cache,
+                                                    struct kvk_error *error);
 void kvk_public_withdraw_all_unlocked(struct kvk_cache *cache);
 
 /* ================= quota.c ================= */

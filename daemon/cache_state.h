@@ -219,6 +219,7 @@ struct kvk_publication {
     uint32_t *blocks[KVK_GROUP_COUNT_MAX]; /* [block_count], KVK_BLOCK_NONE where a window has left
                                               none; held, and pinned in the host tier. Ours */
     uint64_t hits, hit_tokens;
+    bool stored; /* it has a file, and outlives the daemon: public_store.h */
     struct kvk_publication *next;
 };
 
@@ -437,7 +438,7 @@ struct kvk_cache_stats {
     uint64_t evictions[KVK_TIER_COUNT];                   /* copies dropped to make room */
     uint64_t block_uses[KVK_TIER_COUNT]; /* blocks of hits, by the best tier with a copy then: what
                                             was brought for a use counts where it came to */
-    uint64_t forgotten_blocks;                            /* last copies dropped */
+    uint64_t forgotten_blocks;           /* last copies dropped */
     uint64_t demoted_blocks, promoted_blocks;
     uint64_t swapped_out_blocks, swapped_in_blocks, swapped_out_bytes, swapped_in_bytes;
     uint64_t copy_failures, checksum_failures;
@@ -452,6 +453,8 @@ struct kvk_cache_stats {
     uint64_t shifted_blocks; /* to another slot of their tier, so that a slab could go */
     uint64_t invalidated_blocks;
     uint64_t published, withdrawn;           /* prefixes */
+    uint64_t public_restored;                /* at the start, from their files */
+    uint64_t public_store_failures;          /* files that could not be written or removed */
     uint64_t public_hits, public_hit_tokens; /* look-ups and openings that found public blocks */
     uint64_t disk_written_blocks, disk_written_bytes;
     uint64_t disk_late_blocks;    /* left memory before their turn to be written */
@@ -542,6 +545,7 @@ struct kvk_cache {
     uint32_t group_end; /* numbers from here on were never given out */
 
     struct kvk_publication *publications; /* the newest first */
+    struct kvk_publication *unpublished;  /* withdrawn, with a file that has still to go */
     uint32_t publication_count;           /* those that are being made included */
     uint64_t public_clock;                /* one more with every publication */
 

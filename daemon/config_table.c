@@ -645,8 +645,8 @@ static const struct kvk_option_field limits_fields[] = {
      .minimum = 1,
      .maximum = 100,
      .help = "The most that one tenant has of blocks, roots, sequences, leases, transfers, "
-             "instances, sessions, spaces and public_prefixes, in percent of each, where there are "
-             "several tenants."},
+             "instances, sessions and spaces, in percent of each, where there are several "
+             "tenants."},
     {.name = "lease_ms",
      .kind = KVK_OPTION_DURATION,
      AT(lease_ms),

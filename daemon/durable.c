@@ -7,6 +7,7 @@
 #include "base/log.h"
 #include "daemon/cache_internal.h"
 #include "daemon/persist.h"
+#include "daemon/public_store.h"
 #include "daemon/kept.h"
 #include "daemon/warm.h"
 #include "hosttier/catalogue.h"
@@ -130,6 +131,9 @@ enum kvk_status kvk_durable_start(struct kvk_cache *cache, struct kvk_error *err
     }
     if (status == KVK_OK) {
         status = kvk_warm_start(cache, error);
+    }
+    if (status == KVK_OK && cache->catalogue != NULL) {
+        kvk_public_restore(cache);
     }
     if (status == KVK_OK && cache->catalogue != NULL) {
         kvk_catalogue_trust(cache->catalogue);

@@ -308,7 +308,7 @@ static enum kvk_status forget_drops(struct kvk_cache *cache, const struct kvk_ca
         counts->public_spaces = kvk_public_spaces_held(cache, tenant);
         if (state->spaces == NULL && busy == 0 && counts->writers == 0) {
             kvk_usage_end(cache, state);
-            return KVK_OK;
+            return kvk_public_settle_drops(cache, error);
         }
         if (counts->writers > 0 || !wait_drops(cache, caller)) {
             break;

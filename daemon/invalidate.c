@@ -404,6 +404,9 @@ static enum kvk_status removals_settle_drops(struct kvk_cache *cache, struct kvk
 {
     struct kvk_error inner;
     enum kvk_status status = kvk_persist_removals_drops(cache, &inner);
+    if (status == KVK_OK) {
+        status = kvk_public_settle_drops(cache, &inner);
+    }
     if (status != KVK_OK) {
         (void)kvk_fail(error, status, inner.cause, inner.field,
                        "it is gone from this daemon, but not durably: call again (%.150s)",

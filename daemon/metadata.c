@@ -152,11 +152,10 @@ static uint32_t configured(const struct kvk_cache *cache, enum kvk_metadata_kind
 static uint32_t share_of(const struct kvk_cache *cache, enum kvk_metadata_kind kind)
 {
     uint32_t all = configured(cache, kind);
-    if (cache->tenant_count <= 1) {
-        return all;
+    if (cache->tenant_count <= 1 || kind == KVK_METADATA_PUBLIC) {
+        return all; /* who publishes was given the right to */
     }
-    uint32_t share = (uint32_t)((uint64_t)all * cache->config->tenant_percent / 100);
-    return share == 0 ? 1 : share;
+    return (uint32_t)(((uint64_t)all * cache->config->tenant_percent + 99) / 100);
 }
 
 static bool has_count(const struct kvk_cache *cache, const struct kvk_tenant *tenant,

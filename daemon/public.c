@@ -6,6 +6,7 @@
 #include "base/assert.h"
 #include "base/log.h"
 #include "daemon/public_internal.h"
+#include "daemon/public_store.h"
 #include "daemon/space_internal.h"
 
 /* ---- Who sees what ---- */
@@ -210,8 +211,38 @@ static void withdraw(struct kvk_cache *cache, struct kvk_publication *publicatio
     kvk_log(KVK_LOG_INFO, "public_withdrawn", "public=%llu tenant_id=%llu blocks=%llu held=%llu",
             (unsigned long long)publication->id, (unsigned long long)publication->space->tenant->id,
             (unsigned long long)reply->blocks, (unsigned long long)reply->held_blocks);
-    kvk_publication_free(publication);
+    if (publication->stored) {
+        publication->space = NULL; /* which may go before the file does */
+        publication->next = cache->unpublished;
+        cache->unpublished = publication;
+    } else {
+        kvk_publication_free(publication);
+    }
     (void)pthread_cond_broadcast(&cache->changed);
+}
+
+enum kvk_status kvk_public_settle_drops(struct kvk_cache *cache, struct kvk_error *error)
+{
+    KVK_ASSERT(kvk_lock_held(&cache->lock));
+    while (cache->unpublished != NULL) {
+        struct kvk_publication *one = cache->unpublished;
+        cache->unpublished = one->next;
+        kvk_unlock(&cache->lock);
+        bool gone = kvk_public_unstore_unlocked(cache, one->id);
+        kvk_lock(&cache->lock);
+        if (!gone) {
+            one->next = cache->unpublished;
+            cache->unpublished = one;
+            cache->stats.public_store_failures++;
+            (void)kvk_fail(error, KVK_UNAVAILABLE, KVK_CAUSE_NONE, "",
+                           "it is withdrawn from this daemon, but its file in the durable folder "
+                           "cannot be removed: call again");
+            kvk_error_retry(error, 1000);
+            return KVK_UNAVAILABLE;
+        }
+        kvk_publication_free(one);
+    }
+    return KVK_OK;
 }
 
 /* An admin, or somebody who may act for the publisher. */
@@ -219,6 +250,15 @@ static bool may_withdraw(const struct kvk_caller *caller, const struct kvk_publi
 {
     return caller->credential->admin ||
            kvk_credential_allows(caller->credential, publication->space->tenant);
+}
+
+static bool is_unpublished(const struct kvk_cache *cache, uint64_t public_id)
+{
+    const struct kvk_publication *p = cache->unpublished;
+    while (p != NULL && p->id != public_id) {
+        p = p->next;
+    }
+    return p != NULL;
 }
 
 enum kvk_status kvk_public_withdraw(struct kvk_cache *cache, const struct kvk_caller *caller,
@@ -234,6 +274,9 @@ enum kvk_status kvk_public_withdraw(struct kvk_cache *cache, const struct kvk_ca
     }
     if (found != NULL) {
         withdraw(cache, found, reply);
+        status = kvk_public_settle_drops(cache, error);
+    } else if (is_unpublished(cache, public_id)) {
+        status = kvk_public_settle_drops(cache, error); /* its file could not be removed before */
     } else {
         status =
             kvk_fail(error, KVK_NOT_FOUND, KVK_CAUSE_NONE, "public_id", "no such public prefix");
@@ -310,7 +353,15 @@ static bool is_any(const struct kvk_publication *publication, const void *contex
 void kvk_public_withdraw_all_unlocked(struct kvk_cache *cache)
 {
     kvk_lock(&cache->lock);
+    for (struct kvk_publication *p = cache->publications; p != NULL; p = p->next) {
+        p->stored = false; /* their files are for the next daemon */
+    }
     withdraw_where(cache, is_any, NULL);
+    while (cache->unpublished != NULL) {
+        struct kvk_publication *one = cache->unpublished;
+        cache->unpublished = one->next;
+        kvk_publication_free(one);
+    }
     kvk_unlock(&cache->lock);
 }
 
@@ -326,6 +377,9 @@ uint32_t kvk_public_spaces_held(const struct kvk_cache *cache, const struct kvk_
 void kvk_public_maintain_drops(struct kvk_cache *cache)
 {
     KVK_ASSERT(kvk_lock_held(&cache->lock));
+    struct kvk_error error;
+    enum kvk_status settled = kvk_public_settle_drops(cache, &error);
+    (void)settled; /* what failed is told, and tried again in the next round */
     struct kvk_space *space = cache->spaces;
     while (space != NULL) {
         /* The lock is dropped where one goes: then from the start again. */
@@ -420,6 +474,7 @@ static void row_fill(const struct kvk_publication *publication, bool is_admin,
         .published_s = publication->published_s,
         .hits = is_admin ? publication->hits : 0,
         .hit_tokens = is_admin ? publication->hit_tokens : 0,
+        .durable = publication->stored,
         .visible = is_switched_on(publication),
     };
     kvk_publication_size(publication, &row->blocks, &row->bytes);

@@ -17,7 +17,8 @@
  * A published block is held by its publication, so that it is never evicted, stays in the host
  * tier, and counts in what the publisher has bound there. Withdrawing ends that hold: no look-up
  * finds it from then on, and its room comes back when the last sequence, lease and mapping has let
- * go. Publications end with the daemon.
+ * go. With a durable folder each has a file, from which the next daemon publishes it again
+ * (public_store.h).
  */
 #ifndef KVK_DAEMON_PUBLIC_H
 #define KVK_DAEMON_PUBLIC_H
@@ -36,6 +37,7 @@ struct kvk_publish_reply {
     uint64_t blocks; /* of all groups */
     uint64_t bytes;
     bool created; /* false: it was public before, by itself or as the beginning of a longer one */
+    bool durable; /* it has a file, and is public again after a restart: public_store.h */
 };
 
 /*
@@ -70,6 +72,7 @@ struct kvk_public_row {
     uint64_t blocks, bytes;
     uint64_t published_s;      /* since 1970 */
     uint64_t hits, hit_tokens; /* for admins alone: they would tell the publisher who asks what */
+    bool durable;              /* it outlives the daemon */
     bool visible;              /* false: its tenant or its space is switched off */
 };
 

@@ -11,6 +11,7 @@
 #include "base/assert.h"
 #include "base/log.h"
 #include "daemon/public_internal.h"
+#include "daemon/public_store.h"
 #include "daemon/sequence_internal.h"
 #include "daemon/space_internal.h"
 #include "daemon/tenant_internal.h"
@@ -98,6 +99,7 @@ static void answer(const struct kvk_publication *publication, bool created,
         .space_id = publication->space->id,
         .tokens = (uint64_t)publication->block_count * publication->space->block_tokens,
         .created = created,
+        .durable = publication->stored,
     };
     kvk_publication_size(publication, &reply->blocks, &reply->bytes);
 }
@@ -340,11 +342,10 @@ static void link(struct publishing *job)
             made->blocks[g][job->places[g][i]] = job->fresh[g][i];
         }
     }
-    made->id = kvk_cache_new_id(cache);
+    KVK_ASSERT(made->id != 0);
     made->space = job->target;
     made->source_id = job->space->id;
     made->clock = ++cache->public_clock;
-    made->published_s = kvk_wall_seconds();
     made->next = cache->publications;
     cache->publications = made;
     kvk_metadata_add(cache, made->space->tenant, KVK_METADATA_PUBLIC, 1,
@@ -356,22 +357,90 @@ static void link(struct publishing *job)
             (unsigned long long)made->source_id, (unsigned long long)made->space->id, job->blocks);
 }
 
+/* What the file of it says. */
+static struct kvk_public_record record_of(const struct publishing *job)
+{
+    struct kvk_public_record record = {
+        .id = job->made->id,
+        .tenant_id = job->space->tenant->id,
+        .source_id = job->space->id,
+        .generation = job->space->generation,
+        .published_s = job->made->published_s,
+        .block_count = job->blocks,
+        .block_tokens = job->space->block_tokens,
+        .span_count = job->made->span_count,
+        .group_count = job->space->group_count,
+        .tokens = job->made->tokens,
+        .spans = job->made->spans,
+    };
+    for (uint32_t g = 0; g < record.group_count; g++) {
+        record.counts[g] = job->counts[g];
+        record.places[g] = job->places[g];
+    }
+    return record;
+}
+
+/* Its file, where there is a folder. Afterwards whether it is still to be published is asked anew.
+ */
+static void store_drops(struct publishing *job)
+{
+    struct kvk_cache *cache = job->cache;
+    if (cache->config->durable_folder[0] == '\0') {
+        return;
+    }
+    const struct kvk_public_record record = record_of(job);
+    kvk_unlock(&cache->lock);
+    job->made->stored = kvk_public_store_unlocked(cache, &record, job->target, job->fresh);
+    kvk_lock(&cache->lock);
+    cache->stats.public_store_failures += job->made->stored ? 0 : 1;
+}
+
+/* It is not published after all. */
+static void unstore_drops(struct publishing *job)
+{
+    struct kvk_cache *cache = job->cache;
+    if (job->made->stored) {
+        kvk_unlock(&cache->lock);
+        (void)kvk_public_unstore_unlocked(cache, job->made->id);
+        kvk_lock(&cache->lock);
+        job->made->stored = false;
+    }
+}
+
+/* A public space with room for all of it, which the publication references from now on. */
+static enum kvk_status target_make_drops(struct publishing *job)
+{
+    enum kvk_status status =
+        kvk_space_make_public_drops(job->cache, job->space, job->counts, &job->target, job->error);
+    if (status == KVK_OK) {
+        KVK_ASSERT(job->target != NULL);
+        job->target->reference_count++; /* the publication's, then */
+        status = reserve_drops(job);
+    }
+    return status;
+}
+
+static void target_give_back_drops(struct publishing *job)
+{
+    if (job->target != NULL) {
+        fresh_give_back(job);
+        job->target->reference_count--;
+        (void)kvk_space_reclaim_drops(job->cache, job->target); /* else maintenance does */
+    }
+}
+
 /* With the sources kept: a space, room, the bytes. */
 static enum kvk_status copy_drops(struct publishing *job)
 {
     struct kvk_cache *cache = job->cache;
-    enum kvk_status status =
-        kvk_space_make_public_drops(cache, job->space, job->counts, &job->target, job->error);
-    if (status != KVK_OK) {
-        return status;
-    }
-    KVK_ASSERT(job->target != NULL);
-    job->target->reference_count++; /* the publication's, then */
-    status = reserve_drops(job);
+    enum kvk_status status = target_make_drops(job);
     for (uint32_t g = 0; g < job->space->group_count && status == KVK_OK; g++) {
         status = group_copy_drops(job, g);
     }
     if (status == KVK_OK) {
+        job->made->id = kvk_cache_new_id(cache);
+        job->made->published_s = kvk_wall_seconds();
+        store_drops(job);
         status = kvk_space_check(job->space, job->error);
     }
     if (status == KVK_OK && !sources_are_current(job)) {
@@ -382,9 +451,8 @@ static enum kvk_status copy_drops(struct publishing *job)
         link(job);
         return KVK_OK;
     }
-    fresh_give_back(job);
-    job->target->reference_count--;
-    (void)kvk_space_reclaim_drops(cache, job->target); /* else maintenance does */
+    unstore_drops(job);
+    target_give_back_drops(job);
     return status;
 }
 
@@ -442,6 +510,135 @@ enum kvk_status kvk_public_publish(struct kvk_cache *cache, const struct kvk_cal
         status = publish_drops(&job, reply);
     }
     cache->publication_count -= status == KVK_OK ? 0 : 1;
+    job.space->reference_count--;
+    kvk_unlock(&cache->lock);
+    memory_free(&job);
+    return status;
+}
+
+/* ---- Again, from its file ---- */
+
+static bool shape_fits(const struct kvk_public_record *record, const struct kvk_space *space)
+{
+    bool fits =
+        record->block_tokens == space->block_tokens && record->group_count == space->group_count;
+    for (uint32_t g = 0; g < space->group_count && fits; g++) {
+        uint32_t seen = 0;
+        for (uint32_t i = 0; i < record->block_count; i++) {
+            seen += kvk_group_sees(space->groups[g], record->block_count, i) ? 1 : 0;
+        }
+        fits = record->counts[g] == seen;
+    }
+    return fits;
+}
+
+/* The space that it was published from, if it is as it was then. */
+static enum kvk_status origin_find(struct publishing *job, const struct kvk_public_record *record)
+{
+    struct kvk_space *space = kvk_table_get(&job->cache->space_table, record->source_id);
+    if (space == NULL || space->is_public || space->tenant->id != record->tenant_id ||
+        space->generation != record->generation || !shape_fits(record, space)) {
+        return kvk_fail(job->error, KVK_NOT_FOUND, KVK_CAUSE_NONE, "space_id",
+                        "its space is gone, invalidated, or another");
+    }
+    job->space = space;
+    return kvk_tenant_check(space->tenant, job->error);
+}
+
+/* The bytes into the slots, each compared with its checksum; then the slots' own are taken. */
+static enum kvk_status file_read_drops(struct publishing *job, const struct kvk_public_file *file)
+{
+    struct kvk_cache *cache = job->cache;
+    enum kvk_status status = KVK_OK;
+    const uint64_t *sums = file->sums;
+    uint64_t offset = 0;
+    for (uint32_t g = 0; g < job->space->group_count; g++) {
+        const struct kvk_group *group = job->target->groups[g];
+        for (uint32_t i = 0; i < job->counts[g]; i++) {
+            for (uint32_t shard = 0; shard < group->shard_count; shard++) {
+                const struct kvk_block *block = kvk_index_block(cache->index, job->fresh[g][i]);
+                uint8_t *bytes = kvk_block_address(cache, block, KVK_TIER_HOST, shard);
+                kvk_unlock(&cache->lock);
+                bool right =
+                    kvk_public_file_read(file, offset, bytes, group->shard_bytes[shard], *sums);
+                kvk_lock(&cache->lock);
+                if (!right) {
+                    return kvk_fail(job->error, KVK_DATA_LOSS, KVK_CAUSE_NONE, "",
+                                    "its bytes do not match");
+                }
+                offset += group->shard_bytes[shard];
+                sums++;
+            }
+        }
+        for (uint32_t i = 0; i < job->counts[g] && status == KVK_OK; i += CHECKSUM_BATCH) {
+            uint32_t left = job->counts[g] - i;
+            status = kvk_block_checksum_drops(cache, job->fresh[g] + i,
+                                              left < CHECKSUM_BATCH ? left : CHECKSUM_BATCH, false,
+                                              job->error);
+        }
+    }
+    return status;
+}
+
+static enum kvk_status put_back_drops(struct publishing *job, const struct kvk_public_file *file)
+{
+    const struct kvk_public_record *record = &file->record;
+    for (uint32_t g = 0; g < job->space->group_count; g++) {
+        job->counts[g] = record->counts[g];
+        memcpy(job->places[g], record->places[g], record->counts[g] * sizeof(uint32_t));
+    }
+    enum kvk_status status = target_make_drops(job);
+    if (status == KVK_OK) {
+        status = file_read_drops(job, file);
+    }
+    if (status != KVK_OK) {
+        target_give_back_drops(job);
+        return status;
+    }
+    job->made->id = record->id;
+    job->made->published_s = record->published_s;
+    job->made->stored = true;
+    link(job);
+    job->made = NULL; /* the cache's now */
+    return KVK_OK;
+}
+
+enum kvk_status kvk_public_put_back(struct kvk_cache *cache, const struct kvk_public_file *file,
+                                    struct kvk_error *error)
+{
+    const struct kvk_public_record *record = &file->record;
+    const struct kvk_credential everything = {.admin = true};
+    const struct kvk_caller caller = {
+        .credential = &everything, .may_block = true, .deadline_ns = UINT64_MAX};
+    const struct kvk_publish_request request = {
+        .space_id = record->source_id,
+        .prompt = {.tokens = record->tokens,
+                   .token_count = (uint64_t)record->block_count * record->block_tokens,
+                   .spans = record->spans,
+                   .span_count = record->span_count}};
+    struct publishing job = {
+        .cache = cache, .caller = &caller, .request = &request, .error = error};
+    kvk_lock(&cache->lock);
+    enum kvk_status status = origin_find(&job, record);
+    if (status == KVK_OK) {
+        status = check_limits(&job);
+    }
+    if (status != KVK_OK) {
+        kvk_unlock(&cache->lock);
+        return status;
+    }
+    job.space->reference_count++;
+    cache->publication_count++;
+    kvk_unlock(&cache->lock);
+
+    status = memory_make(&job);
+
+    kvk_lock(&cache->lock);
+    if (status == KVK_OK) {
+        status = put_back_drops(&job, file);
+    }
+    cache->publication_count -= status == KVK_OK ? 0 : 1;
+    cache->stats.public_restored += status == KVK_OK ? 1 : 0;
     job.space->reference_count--;
     kvk_unlock(&cache->lock);
     memory_free(&job);

@@ -79,6 +79,8 @@ static const struct named counters[] = {
     COUNTER(published, "public_published"),
     COUNTER(withdrawn, "public_withdrawn"),
     COUNTER(public_hits, "public_hits"),
+    COUNTER(public_restored, "public_restored"),
+    COUNTER(public_store_failures, "public_store_failures"),
     COUNTER(public_hit_tokens, "public_hit_tokens"),
     COUNTER(disk_written_blocks, "disk_written_blocks"),
     COUNTER(disk_written_bytes, "disk_written_bytes"),

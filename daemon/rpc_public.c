@@ -49,6 +49,7 @@ KVK_RPC_HANDLER(kvk_rpc_publish_prefix)
     response.blocks = reply.blocks;
     response.bytes = reply.bytes;
     response.created = reply.created;
+    response.durable = reply.durable;
     return kvk_rpc_reply(run, &response.base, error);
 }
 
@@ -91,6 +92,7 @@ static void fill_row(Kvkeep__V1__PublicPrefix *row, const struct kvk_public_row 
     row->hits = report->hits;
     row->hit_tokens = report->hit_tokens;
     row->visible = report->visible;
+    row->durable = report->durable;
 }
 
 static enum kvk_status reply_list(struct kvk_rpc_run *run, const struct kvk_public_row *reports,

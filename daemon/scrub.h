@@ -35,8 +35,8 @@ void kvk_scrub_destroy(struct kvk_cache *cache);
  * disk. */
 bool kvk_scrub_step_unlocked(struct kvk_cache *cache);
 
-/* Does the scrub, and nobody else, keep a block in memory just now? Who needs its room waits for the
- * moment instead of being refused. With the lock. */
+/* Does the scrub, and nobody else, keep a block in memory just now? Who needs its room waits for
+ * the moment instead of being refused. With the lock. */
 bool kvk_scrub_keeps_room(const struct kvk_cache *cache);
 
 /* With the lock. */

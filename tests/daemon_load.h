@@ -139,6 +139,7 @@ static inline void one_life(struct kvk_random *random)
 
 static inline void open_worker(const char *tenant, const char *model)
 {
+    worker_daemon_goes = &load->going;
     if (self.client == NULL) {
         worker_open(&(struct worker_options){
             .target = load->target, .tenant = tenant, .model = model, .timeout_ms = 20000});

@@ -153,10 +153,21 @@ struct worker_options {
     uint32_t timeout_ms; /* 0: the client's */
 };
 
+/* Set: the daemon is about to be killed, and whoever cannot begin any more ends well. */
+static const _Atomic bool *worker_daemon_goes;
+
+static inline void worker_begun(enum kvk_status status)
+{
+    if (status != KVK_OK && worker_daemon_goes != NULL && atomic_load(worker_daemon_goes)) {
+        exit(0);
+    }
+    CHECK_OK(status);
+}
+
 static inline void worker_connect(const struct worker_options *options)
 {
     struct kvkeep_options connect = {.target = options->target, .timeout_ms = options->timeout_ms};
-    CHECK_OK(kvkeep_connect(&connect, &self.client, &self.error));
+    worker_begun(kvkeep_connect(&connect, &self.client, &self.error));
 }
 
 static inline void worker_open_space(const struct worker_options *options)
@@ -184,7 +195,7 @@ static inline void worker_open_space(const struct worker_options *options)
     self.rank = options->rank;
     self.latent = options->latent;
     self.seed = seed_of(options->tenant, options->model);
-    CHECK_OK(kvkeep_space_open(self.client, &space, &self.space, &self.error));
+    worker_begun(kvkeep_space_open(self.client, &space, &self.space, &self.error));
 }
 
 static inline void worker_open_session(const struct worker_options *options)
@@ -194,7 +205,7 @@ static inline void worker_open_session(const struct worker_options *options)
                                                    .rank = options->rank,
                                                    .name = options->name,
                                                    .on_notice = options->on_notice};
-    CHECK_OK(kvkeep_session_open(self.client, &session, &self.session, &self.error));
+    worker_begun(kvkeep_session_open(self.client, &session, &self.session, &self.error));
 }
 
 static inline void worker_open(const struct worker_options *options)

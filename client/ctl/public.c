@@ -202,13 +202,13 @@ int ctl_unpublish(const struct ctl_options *options, int argc, char **argv)
 
 static json_t *row_json(const Kvkeep__V1__PublicPrefix *row)
 {
-    return json_pack("{s:I, s:o, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:b}", "public_id",
+    return json_pack("{s:I, s:o, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:b, s:b}", "public_id",
                      (json_int_t)row->public_id, "tenant", ctl_json_text(row->tenant),
                      "source_space_id", (json_int_t)row->source_space_id, "space_id",
                      (json_int_t)row->space_id, "tokens", (json_int_t)row->tokens, "blocks",
                      (json_int_t)row->blocks, "bytes", (json_int_t)row->bytes, "published_s",
                      (json_int_t)row->published_s, "hits", (json_int_t)row->hits, "hit_tokens",
-                     (json_int_t)row->hit_tokens, "visible", row->visible);
+                     (json_int_t)row->hit_tokens, "visible", row->visible, "durable", row->durable);
 }
 
 static void list_print(const struct ctl_options *options,
@@ -232,7 +232,10 @@ static void list_print(const struct ctl_options *options,
                      (unsigned long long)row->public_id, ctl_text(row->tenant),
                      (unsigned long long)row->source_space_id, (unsigned long long)row->tokens,
                      (unsigned long long)row->blocks, ctl_bytes(row->bytes),
-                     (unsigned long long)row->hits, row->visible ? "" : "switched off");
+                     (unsigned long long)row->hits,
+                     !row->visible  ? "switched off"
+                     : row->durable ? ""
+                                    : "until a restart");
     }
     if (answer->withdrawn_spaces > 0) {
         (void)printf("withdrawn, but held or mapped still: %llu, with %s\n",

@@ -334,7 +334,7 @@ def test_a_deleted_publisher_and_a_restart(start, folder):
         except grpc.RpcError as error:
             assert error.code() == grpc.StatusCode.UNAVAILABLE and time.monotonic() < deadline
             time.sleep(0.05)
-    # What was public ends with the daemon; nothing of it is recorded.
+    # What is public has a file, and is public again; what was withdrawn with its publisher is not.
     library = worker_of(daemon, "library")
     keep(library, SHARED, "library")
     publish(library, SHARED)
@@ -342,4 +342,7 @@ def test_a_deleted_publisher_and_a_restart(start, folder):
     daemon.stop()
     again = start(config(durable=durable))
     reader = worker_of(again, "reader")
-    assert lookup(reader, SHARED).cached_tokens == 0
+    assert lookup(reader, SHARED).cached_tokens == 16
+    sequence = open_public(reader, SHARED)
+    assert reader.read(0, 4, sequence_id=sequence.sequence_id) == \
+        [block_bytes(repr(("library", block)), BLOCK) for block in range(4)]

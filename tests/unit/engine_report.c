@@ -542,9 +542,11 @@ Test(engine_report, why_leases_and_growth)
 
 /* ---- Counters ---- */
 
+#define STATS_MAX 1000
+
 struct collected {
-    char name[200][200];
-    double value[200];
+    char name[STATS_MAX][200];
+    double value[STATS_MAX];
     uint32_t count;
 };
 
@@ -552,7 +554,7 @@ static void collect(void *context, const char *name, double value)
 {
     struct collected *collected = context;
     cr_expect_eq(kvk_locks_held(), 0);
-    cr_assert(collected->count < 200);
+    cr_assert(collected->count < STATS_MAX);
     (void)snprintf(collected->name[collected->count], 200, "%s", name);
     collected->value[collected->count] = value;
     collected->count++;
