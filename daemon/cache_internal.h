@@ -464,6 +464,8 @@ uint64_t kvk_tier_load_ns(const struct kvk_cache *cache, uint64_t bytes); /* est
 
 /* The tier's device has fallen away for good. */
 bool kvk_tier_is_lost(const struct kvk_cache *cache, enum kvk_tier tier);
+/* What of the device tier's device went wrong so far. */
+void kvk_tier_health(const struct kvk_cache *cache, struct kvk_device_health *health);
 /* KVK_PRECONDITION where it has: nothing new may come to lie there. Trying again does not help. */
 KVK_CHECKED enum kvk_status kvk_tier_check_there(const struct kvk_cache *cache, enum kvk_tier tier,
                                                  struct kvk_error *error);

@@ -439,6 +439,39 @@ static void check_metadata(const struct kvk_facts *facts, struct kvk_doctor_repo
     action(finding, "Larger block_tokens make fewer blocks; [limits] blocks bounds them.");
 }
 
+static void check_device(const struct kvk_facts *facts, struct kvk_doctor_report *report)
+{
+    const struct kvk_device_health *device = &facts->device;
+    if (device->lost) {
+        struct kvk_finding *finding =
+            find(report, "gpu_lost", KVK_SEVERITY_FAULT, "The device tier's GPU has fallen away");
+        evidence(finding,
+                 "%.190s. What lay there is found by nobody; %llu sequences are open, new ones go "
+                 "to the host tier.",
+                 device->reason, (unsigned long long)facts->sequences);
+        action(finding,
+               "Look at the GPU (nvidia-smi -q, ECC errors; Xid lines in dmesg). Sequences that "
+               "live there are refused until they are closed; restart the daemon to use it again.");
+        return;
+    }
+    if (device->memory_failures > 0) {
+        struct kvk_finding *finding =
+            find(report, "gpu_memory", KVK_SEVERITY_WARNING, "The GPU had no memory left");
+        evidence(finding, "%llu calls found none. The last failure: %.190s",
+                 (unsigned long long)device->memory_failures, device->reason);
+        action(finding, "Lower [tiers] device_bytes: attention's workspace, CUDA's own context and "
+                        "whatever else runs on the GPU need room beside it.");
+    }
+    if (device->call_failures > 0) {
+        struct kvk_finding *finding = find(report, "gpu_failures", KVK_SEVERITY_WARNING,
+                                           "Calls on the GPU failed, and were survived");
+        evidence(finding, "%llu calls. The last failure: %.190s",
+                 (unsigned long long)device->call_failures, device->reason);
+        action(finding, "The log has each (gpu, copy). Look at the GPU (nvidia-smi -q) before it "
+                        "falls away.");
+    }
+}
+
 static void check_disk_speed(const struct kvk_facts *facts, struct kvk_doctor_report *report)
 {
     const struct kvk_disk_health *disk = &facts->disk;
@@ -618,11 +651,11 @@ static void check_remote(const struct kvk_facts *facts, struct kvk_doctor_report
 /* ---- All of them ---- */
 
 static void (*const checks[])(const struct kvk_facts *facts, struct kvk_doctor_report *report) = {
-    check_wrong_reuse, check_held,   check_checksums, check_copies,    check_evictable,
-    check_refusals,    check_leases, check_growth,    check_scattered, check_quarantine,
-    check_strays,      check_ranks,  check_gap,       check_worth,     check_journal,
-    check_metadata,    check_disk,   check_catalogue, check_keeper,    check_opaque,
-    check_draining,    check_remote,
+    check_wrong_reuse, check_held,     check_checksums, check_copies,    check_evictable,
+    check_refusals,    check_leases,   check_growth,    check_scattered, check_quarantine,
+    check_strays,      check_ranks,    check_gap,       check_worth,     check_journal,
+    check_metadata,    check_device,   check_disk,      check_catalogue, check_keeper,
+    check_opaque,      check_draining, check_remote,
 };
 #define CHECK_COUNT (sizeof(checks) / sizeof(checks[0]))
 

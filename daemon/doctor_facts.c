@@ -313,6 +313,7 @@ static void facts_take_drops(struct kvk_cache *cache, struct kvk_facts *facts)
     const struct kvk_scope scope = {.credential = &everything};
     facts->now_ns = kvk_clock_now(cache->clock);
     kvk_report_tiers(cache, &scope, facts->tiers);
+    kvk_tier_health(cache, &facts->device);
     facts->passing = cache->passing_holds + cache->moves_under_way;
     facts->sequences = cache->sequence_table.count;
     facts->leases = cache->lease_table.count;

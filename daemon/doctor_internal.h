@@ -74,6 +74,7 @@ struct kvk_facts {
 
     bool has_disk, has_catalogue, has_keeper, keeper_wanted, keeper_may_be_wanted;
     struct kvk_disk_health disk;
+    struct kvk_device_health device;
     struct kvk_remote_report remote;
     struct kvk_catalogue_stats catalogue;
     struct kvk_scrub_counts scrub;

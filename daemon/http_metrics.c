@@ -70,6 +70,7 @@ static const struct {
     {"kvkeep_disk_", "Of the disk tier."},
     {"kvkeep_remote_generation_", "Of invalidations that daemons tell each other of."},
     {"kvkeep_remote_", "Of the store that daemons share."},
+    {"kvkeep_device_", "Of the GPUs of the device tier: fallen away, and what failed on them."},
     {"kvkeep_scrub_", "Of the slow check of all checksums."},
     {"kvkeep_catalogue_", "Of the catalogue, which outlives the daemon."},
     {"kvkeep_index_", "Of the index of known blocks."},

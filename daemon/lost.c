@@ -16,6 +16,20 @@ bool kvk_tier_is_lost(const struct kvk_cache *cache, enum kvk_tier tier)
     return device != NULL && device->ops->is_lost != NULL && device->ops->is_lost(device);
 }
 
+void kvk_tier_health(const struct kvk_cache *cache, struct kvk_device_health *health)
+{
+    struct kvk_device *device = cache->tiers[KVK_TIER_DEVICE].device;
+    *health = (struct kvk_device_health){.lost = false};
+    if (device != NULL && device->ops->health != NULL) {
+        device->ops->health(device, health);
+    }
+}
+
+void kvk_device_health_unlocked(struct kvk_cache *cache, struct kvk_device_health *health)
+{
+    kvk_tier_health(cache, health); /* which device it is never changes */
+}
+
 enum kvk_status kvk_tier_check_there(const struct kvk_cache *cache, enum kvk_tier tier,
                                      struct kvk_error *error)
 {

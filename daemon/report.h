@@ -10,6 +10,7 @@
 #include "daemon/metadata.h"
 #include "daemon/sequence.h"
 #include "daemon/session.h"
+#include "gpu/device.h"
 
 struct kvk_tier_report {
     uint64_t limit_bytes;
@@ -27,6 +28,9 @@ struct kvk_tier_report {
     uint64_t scattered_bytes; /* free slots in slabs that no other geometry can use as they are */
     uint64_t largest_admissible_bytes;
 };
+
+/* What of the device tier's device went wrong so far; without the lock. */
+void kvk_device_health_unlocked(struct kvk_cache *cache, struct kvk_device_health *health);
 
 struct kvk_group_report {
     const struct kvk_tenant *tenant;

@@ -170,6 +170,7 @@ struct figures {
     struct kvk_cache_stats stats;
     struct kvk_tier_report tiers[KVK_TIER_COUNT];
     struct kvk_disk_report disk;
+    struct kvk_device_health device;
     struct kvk_remote_report remote;
     struct kvk_catalogue_stats catalogue; /* where there is one */
     bool has_catalogue;
@@ -199,6 +200,7 @@ static void figures_take(struct kvk_cache *cache, struct figures *figures)
     figures->stats = cache->stats;
     kvk_report_tiers(cache, &scope, figures->tiers);
     kvk_disk_report(cache, &figures->disk);
+    kvk_tier_health(cache, &figures->device);
     kvk_remote_report(cache, &figures->remote);
     figures->has_catalogue = cache->catalogue != NULL;
     if (figures->has_catalogue) {
@@ -325,6 +327,15 @@ static void visit_tiers(const struct visitor *visitor, const struct figures *fig
             visit_labelled(visitor, tier_gauges[i].name, "tier", tier_names[tier], NULL, NULL,
                            member(&figures->tiers[tier], &tier_gauges[i]));
         }
+    }
+}
+
+static void visit_device(const struct visitor *visitor, const struct kvk_device_health *health)
+{
+    if (health->can_fail) {
+        visit_plain(visitor, "kvkeep_device_lost", health->lost ? 1 : 0);
+        visit_plain(visitor, "kvkeep_device_memory_failures_total", health->memory_failures);
+        visit_plain(visitor, "kvkeep_device_call_failures_total", health->call_failures);
     }
 }
 
@@ -493,6 +504,7 @@ void kvk_report_stats(struct kvk_cache *cache,
     visit_counts(&visitor, &figures);
     visit_tenants(&visitor, cache, &figures);
     visit_disk(&visitor, &figures.disk);
+    visit_device(&visitor, &figures.device);
     kvk_report_remote_visit(&figures.remote, visit, context);
     visit_catalogue(&visitor, &figures);
     visit_public(&visitor, cache);

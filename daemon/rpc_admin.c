@@ -254,6 +254,16 @@ static enum kvk_status take_metadata(struct kvk_rpc_run *run,
     return KVK_OK;
 }
 
+static void fill_device_state(Kvkeep__V1__DeviceState *state,
+                              const struct kvk_device_health *health)
+{
+    kvkeep__v1__device_state__init(state);
+    state->lost = health->lost;
+    state->reason = kvk_rpc_text(health->reason);
+    state->memory_failures = health->memory_failures;
+    state->call_failures = health->call_failures;
+}
+
 static enum kvk_status reply_occupancy(struct kvk_rpc_run *run,
                                        const struct kvk_tier_report tiers[KVK_TIER_COUNT],
                                        const struct kvk_group_report *reports, size_t count,
@@ -294,6 +304,13 @@ static enum kvk_status reply_occupancy(struct kvk_rpc_run *run,
     if (store_report.present) {
         fill_remote_store(&store, &store_report);
         response.remote = &store;
+    }
+    Kvkeep__V1__DeviceState device;
+    struct kvk_device_health health;
+    kvk_device_health_unlocked(run->rpc->cache, &health);
+    if (health.can_fail) {
+        fill_device_state(&device, &health);
+        response.device = &device;
     }
     response.n_rows = count;
     response.rows = (Kvkeep__V1__OccupancyRow **)pointers;

@@ -102,6 +102,18 @@ struct kvk_device_info {
     uint64_t memory_bytes; /* 0: bounded by configuration alone */
 };
 
+#define KVK_DEVICE_REASON_SIZE 192
+
+/* What of a device went wrong so far. */
+struct kvk_device_health {
+    bool can_fail;                       /* it is one that can fall away: a GPU */
+    bool lost;                           /* as is_lost says */
+    int32_t error;                       /* the driver's number of what lost it; 0: not lost */
+    uint64_t memory_failures;            /* calls that found no memory on it: refusals */
+    uint64_t call_failures;              /* others that failed alone, and were survived */
+    char reason[KVK_DEVICE_REASON_SIZE]; /* of the loss, or else of the last failure; "": none */
+};
+
 struct kvk_device_ops {
     void (*info)(struct kvk_device *device, struct kvk_device_info *info);
     void (*close)(struct kvk_device *device); /* after all its regions were freed */
@@ -152,6 +164,8 @@ struct kvk_device_ops {
     enum kvk_status (*alloc_public)(struct kvk_device *device, uint64_t size_bytes,
                                     const char *name, struct kvk_region *region,
                                     struct kvk_error *error);
+    /* Waits for nothing: may be asked with a lock held. NULL: nothing can go wrong. */
+    void (*health)(struct kvk_device *device, struct kvk_device_health *health);
 };
 
 struct kvk_device {

@@ -157,6 +157,7 @@ static void cuda_close(struct kvk_device *device)
     }
     kvk_copy_cpu_finish(&cuda->copy);
     (void)pthread_rwlock_destroy(&cuda->ranges_lock);
+    (void)pthread_mutex_destroy(&cuda->health_lock);
     free(cuda->ranges);
     free(cuda);
 }
@@ -180,6 +181,7 @@ static const struct kvk_device_ops cuda_ops = {
     .attend = kvk_cuda_attend,
     .export = kvk_cuda_export,
     .is_lost = cuda_is_lost,
+    .health = kvk_cuda_health,
 };
 
 const struct kvk_memory_watch *kvk_device_cuda_watch(struct kvk_device *device)
@@ -291,6 +293,7 @@ enum kvk_status kvk_device_cuda_open(const struct kvk_device_cuda_options *optio
     }
     cuda->split_tokens = options->split_tokens;
     (void)pthread_rwlock_init(&cuda->ranges_lock, NULL);
+    (void)pthread_mutex_init(&cuda->health_lock, NULL);
     status = kvk_copy_cpu_init(&cuda->copy, &copy_options, error);
     if (status == KVK_OK) {
         status = gpus_open(cuda, options, error);

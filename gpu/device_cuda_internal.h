@@ -68,6 +68,10 @@ struct kvk_device_cuda {
     uint64_t part_bytes;
     uint32_t split_tokens;
     _Atomic bool lost;
+    _Atomic uint64_t memory_failures, call_failures;
+    pthread_mutex_t health_lock; /* of the next two: a leaf, never held during a call */
+    int32_t lost_error;
+    char reason[KVK_DEVICE_REASON_SIZE];
     _Atomic bool lock_told; /* that memory of the host could not be locked */
     _Atomic uint32_t region_count;
     pthread_rwlock_t ranges_lock;
@@ -88,6 +92,7 @@ static inline struct kvk_device_cuda *kvk_device_cuda_of(struct kvk_device *devi
 enum kvk_status kvk_cuda_fail(struct kvk_device_cuda *cuda, const struct kvk_cuda_gpu *gpu,
                               cudaError_t result, const char *what, struct kvk_error *error);
 enum kvk_status kvk_cuda_fail_lost(struct kvk_error *error);
+void kvk_cuda_health(struct kvk_device *device, struct kvk_device_health *health);
 /* The GPU is the thread's current one, and not lost. */
 KVK_CHECKED enum kvk_status kvk_cuda_enter(struct kvk_device_cuda *cuda,
                                            const struct kvk_cuda_gpu *gpu, struct kvk_error *error);

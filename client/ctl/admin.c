@@ -126,6 +126,16 @@ static json_t *tiers_json(const Kvkeep__V1__GetOccupancyResponse *occupancy)
     return tiers;
 }
 
+/* NULL: the device tier is none that can fall away. */
+static json_t *gpu_json(const Kvkeep__V1__DeviceState *device)
+{
+    return device == NULL ? NULL
+                          : json_pack("{s:b, s:o, s:I, s:I}", "lost", device->lost, "reason",
+                                      ctl_json_text(device->reason), "memory_failures",
+                                      (json_int_t)device->memory_failures, "call_failures",
+                                      (json_int_t)device->call_failures);
+}
+
 static void tiers_print(const Kvkeep__V1__GetOccupancyResponse *occupancy)
 {
     static const char *const titles[] = {"-tier", "limit",  "used",       "free",  "public",
@@ -141,6 +151,14 @@ static void tiers_print(const Kvkeep__V1__GetOccupancyResponse *occupancy)
                       ctl_bytes(use->quarantine_bytes), ctl_bytes(use->stray_bytes));
     }
     ctl_table_print(&table);
+    const Kvkeep__V1__DeviceState *device = occupancy->device;
+    if (device != NULL && (device->lost || device->reason.len > 0)) {
+        (void)printf("GPU: %s, %llu times without memory, %llu failures survived; %.*s\n",
+                     device->lost ? "FALLEN AWAY" : "there",
+                     (unsigned long long)device->memory_failures,
+                     (unsigned long long)device->call_failures, (int)device->reason.len,
+                     (const char *)device->reason.data);
+    }
     const Kvkeep__V1__DiskState *disk = occupancy->disk;
     if (disk != NULL) {
         (void)printf("disk: %.*s, %.*s, %llu blocks wait to be written%s%.*s\n",
@@ -192,10 +210,11 @@ int ctl_status(const struct ctl_options *options, int argc, char **argv)
     }
     if (options->json) {
         ctl_json_print(json_pack(
-            "{s:s, s:s, s:s, s:s, s:s, s:b, s:I, s:o, s:o*}", "version", info.version, "device",
-            info.device, "device_path", info.device_path, "policy", info.policy, "tenant",
+            "{s:s, s:s, s:s, s:s, s:s, s:b, s:I, s:o, s:o*, s:o*}", "version", info.version,
+            "device", info.device, "device_path", info.device_path, "policy", info.policy, "tenant",
             info.tenant, "admin", info.admin, "uptime_ms", (json_int_t)info.uptime_ms, "tiers",
-            tiers_json(occupancy), "scrub", info.admin ? ctl_scrub_json(options) : NULL));
+            tiers_json(occupancy), "scrub", info.admin ? ctl_scrub_json(options) : NULL, "gpu",
+            gpu_json(occupancy->device)));
     } else {
         (void)printf("kvkeepd %s, up %s, device %s (%s), policy %s, you are %s%s\n\n", info.version,
                      ctl_duration_ms(info.uptime_ms), info.device, info.device_path, info.policy,

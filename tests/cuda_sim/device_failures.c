@@ -218,3 +218,45 @@ Test(cuda_failures, attention_that_fails_says_so)
     device->ops->free(device, &region);
     end_lost();
 }
+
+static struct kvk_device_health health_of(void)
+{
+    struct kvk_device_health health;
+    device->ops->health(device, &health);
+    return health;
+}
+
+/* What was survived is counted; of a loss its first word stays. */
+Test(cuda_failures, what_went_wrong_is_told)
+{
+    struct scene scene;
+    struct kvk_error error;
+    scene_make(&scene);
+    struct kvk_device_health health = health_of();
+    cr_expect(health.can_fail);
+    cr_expect_not(health.lost);
+    cr_expect_eq(health.memory_failures + health.call_failures, 0U);
+    cr_expect_str_empty(health.reason);
+    kvk_sim_fail("cudaHostAlloc", 1, cudaErrorMemoryAllocation, false);
+    cr_assert_eq(scene_copy(&scene, &error), KVK_EXHAUSTED);
+    health = health_of();
+    cr_expect_eq(health.memory_failures, 1U);
+    cr_expect_eq(health.call_failures, 0U);
+    cr_expect_not_null(strstr(health.reason, "GPU 0: "), "%s", health.reason);
+    kvk_sim_fail("cudaMemcpyAsync", 1, cudaErrorInvalidValue, false);
+    cr_assert_eq(scene_copy(&scene, &error), KVK_INTERNAL);
+    health = health_of();
+    cr_expect_eq(health.memory_failures, 1U);
+    cr_expect_eq(health.call_failures, 1U);
+    cr_expect_eq(health.error, 0);
+    kvk_sim_fail("cudaMemcpyAsync", 1, cudaErrorECCUncorrectable, true);
+    cr_assert_eq(scene_copy(&scene, &error), KVK_PRECONDITION);
+    cr_assert_eq(scene_copy(&scene, &error), KVK_PRECONDITION);
+    health = health_of();
+    cr_expect(health.lost);
+    cr_expect_eq(health.error, cudaErrorECCUncorrectable);
+    cr_expect_eq(health.call_failures, 1U);
+    cr_expect_not_null(strstr(health.reason, "CUDA error 214"), "%s", health.reason);
+    scene_end(&scene);
+    end_lost();
+}

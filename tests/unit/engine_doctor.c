@@ -514,6 +514,31 @@ Test(doctor, metadata_disk_catalogue_and_keeper)
     free(facts);
 }
 
+Test(doctor, gpus)
+{
+    struct kvk_doctor_report report;
+    struct kvk_facts *facts = calloc(1, sizeof(*facts));
+    kvk_facts_judge(facts, &report);
+    cr_expect_null(finding_in(&report, "gpu_memory"));
+    cr_expect_null(finding_in(&report, "gpu_failures"));
+    cr_expect_null(finding_in(&report, "gpu_lost"));
+    facts->device = (struct kvk_device_health){.can_fail = true,
+                                               .memory_failures = 3,
+                                               .call_failures = 2,
+                                               .reason = "GPU 1: copying: out of memory"};
+    kvk_facts_judge(facts, &report);
+    expect_words(finding_in(&report, "gpu_memory"), KVK_SEVERITY_WARNING,
+                 WORDS("3 calls", "GPU 1", "device_bytes"));
+    expect_words(finding_in(&report, "gpu_failures"), KVK_SEVERITY_WARNING, WORDS("2 calls"));
+    facts->device.lost = true;
+    facts->sequences = 4;
+    kvk_facts_judge(facts, &report);
+    expect_words(finding_in(&report, "gpu_lost"), KVK_SEVERITY_FAULT,
+                 WORDS("GPU 1", "4 sequences", "nvidia-smi", "restart"));
+    cr_expect_null(finding_in(&report, "gpu_memory"));
+    free(facts);
+}
+
 Test(doctor, severities_have_names)
 {
     cr_expect_str_eq(kvk_severity_name(KVK_SEVERITY_NOTE), "note");
