@@ -280,6 +280,7 @@ enum kvk_status kvk_rpc_json_identify(struct kvk_rpc *rpc, const uint8_t *token,
 static const char *const allowed[] = {
     "GetServerInfo", "GetOccupancy", "GetUsage",      "ListSpaces", "ListSequences", "ListLeases",
     "ListTenants",   "Why",          "ListInstances", "GetStats",   "Doctor",        "GetMissRatio",
+    "GetFleet",
 };
 
 bool kvk_rpc_json_allows(const char *method)

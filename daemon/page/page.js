@@ -3,6 +3,7 @@
 'use strict';
 
 const PERIOD_MS = 2000;
+const FLEET_MS = 10000; // it is asked of the store
 const CURVES = 5; // tenants whose curves are drawn
 const HISTORY = 300; // points of the hit rate's line
 const SVG = 'http://www.w3.org/2000/svg';
@@ -11,6 +12,7 @@ let token = sessionStorage.getItem('kvkeep-token') || '';
 let timer = 0;
 let last = null; // of the counters, to take rates from
 let rows = { sequences: [], leases: [] };
+let fleet = { at: 0, answer: null };
 
 const at = (id) => document.getElementById(id);
 
@@ -277,6 +279,31 @@ function showDoctor(doctor) {
       make('small', {}, finding.action))));
 }
 
+// Nodes that share this daemon's store; hidden where it shares none.
+function showFleet(remote, answer) {
+  at('fleet-section').hidden = !remote;
+  if (!remote) return;
+  at('store').textContent = `store: ${remote.state}` +
+    (remote.nodes_away > 0 ? `, ${remote.nodes_away} of ${remote.nodes} of its nodes away` : '') +
+    (remote.spaces_out > 0 ? `, not in use for ${remote.spaces_out} of ${remote.spaces} spaces` : '') +
+    `; this node fetched ${bytes(remote.fetched_bytes)} (${count(remote.fetched_tokens)} tokens) and sent ` +
+    bytes(remote.sent_bytes) + (remote.reason ? `; last failure: ${remote.reason}` : '');
+  const nodes = answer ? answer.nodes : [];
+  const tiers = ['device', 'host', 'disk'];
+  table(at('fleet'), [{ name: 'node', text: true }, { name: 'address', text: true }, { name: 'up' },
+    ...tiers.flatMap((name) => [{ name }, { name: '', text: true }]), { name: 'hit rate' },
+    { name: 'fetched' }, { name: 'sent' }, { name: 'store', text: true }],
+  nodes.map((node) => [node.name + (node.self ? ' (this one)' : '') + (node.draining ? ', draining' : ''),
+    node.address || '–', duration(1000 * node.up_s),
+    ...tiers.flatMap((name, i) => {
+      const tier = node.tiers[i] || { used_bytes: 0, limit_bytes: 0 };
+      return tier.limit_bytes > 0 ? [bytes(tier.used_bytes), meter(tier.used_bytes, tier.limit_bytes)] : ['–', ''];
+    }),
+    node.lookup_tokens > 0 ? percent(node.hit_tokens / node.lookup_tokens) : '–',
+    bytes(node.fetched_bytes), bytes(node.sent_bytes), node.store_state]),
+  answer ? 'no node has said anything yet' : 'the store does not answer');
+}
+
 function showWhy(why) {
   at('advice').textContent = why.advice;
   table(at('why'), [{ name: 'ago' }, { name: 'tenant', text: true }, { name: 'call', text: true },
@@ -323,6 +350,10 @@ async function round() {
   showStates(stats);
   showCurves(curves);
   showDoctor(doctor);
+  if (occupancy.remote && Date.now() - fleet.at > FLEET_MS) {
+    fleet = { at: Date.now(), answer: await askMaybe('GetFleet') };
+  }
+  showFleet(occupancy.remote, fleet.answer);
   showWhy(why);
   rows = { sequences: sequences.sequences, leases: leases.leases };
   showLists();

@@ -6,7 +6,10 @@ and say so.
 
 import importlib.util
 import pathlib
+import secrets
 import shutil
+import socket
+import subprocess
 
 import pytest
 
@@ -48,3 +51,35 @@ def open_page(browser):
     for page in pages:
         page.close()
     assert not errors
+
+
+class Store:
+    """A store that daemons share: one server. Called with a node's name: [remote] of its file."""
+
+    def __init__(self, folder):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.key = folder / "fleet.key"
+        self.key.write_text(secrets.token_hex(32))
+        self.key.chmod(0o600)
+        self.process = subprocess.Popen(
+            ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
+             "--appendonly", "no", "--dir", str(folder)], stdout=subprocess.DEVNULL)
+
+    def __call__(self, name):
+        return (f"\n[remote]\nseeds = 127.0.0.1:{self.port}\nkey_file = {self.key}\n"
+                f"node_name = {name}\n")
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait(30)
+
+
+@pytest.fixture
+def shared_store(tmp_path):
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed")
+    store = Store(tmp_path)
+    yield store
+    store.kill()

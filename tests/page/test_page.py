@@ -160,3 +160,22 @@ def test_dark_and_light(start, open_page):
         wait_text(page, "#state", "live")
         grounds.add(page.evaluate("getComputedStyle(document.documentElement).backgroundColor"))
     assert len(grounds) == 2
+
+
+def test_fleet(start, open_page, shared_store):
+    """Two nodes of one store; a node that shares none shows nothing of it."""
+    one, two = (start(config("all") + shared_store(name)) for name in ("left", "right"))
+    with kvkeep.connect(one.target) as client, client.session(name="e") as session:
+        fill(session, client)
+    page = open_page(address(two), viewport={"width": 1200, "height": 900})
+    wait_text(page, "#fleet", "right (this one)", 20000)
+    wait_text(page, "#fleet", "left", 40000)
+    assert "store: good" in page.text_content("#store")
+    assert page.locator("#fleet tbody tr").count() == 2
+    assert page.locator("#fleet .meter").count() == 4  # two tiers each
+    shared_store.kill()
+    wait_text(page, "#store", "away", 40000)
+    wait_text(page, "#state", "live")
+    alone = open_page(address(start(config("all"))))
+    wait_text(alone, "#state", "live")
+    assert alone.is_hidden("#fleet-section")
