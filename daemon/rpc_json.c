@@ -278,9 +278,9 @@ enum kvk_status kvk_rpc_json_identify(struct kvk_rpc *rpc, const uint8_t *token,
 
 /* What a page shows; none of these changes anything. */
 static const char *const allowed[] = {
-    "GetServerInfo", "GetOccupancy", "GetUsage",      "ListSpaces", "ListSequences", "ListLeases",
-    "ListTenants",   "Why",          "ListInstances", "GetStats",   "Doctor",        "GetMissRatio",
-    "GetFleet",
+    "GetServerInfo", "GetOccupancy", "GetUsage", "ListSpaces",    "ListSequences",
+    "ListLeases",    "ListTenants",  "Why",      "ListInstances", "GetStats",
+    "Doctor",        "GetMissRatio", "GetFleet",
 };
 
 bool kvk_rpc_json_allows(const char *method)
