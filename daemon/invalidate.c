@@ -272,6 +272,10 @@ static bool leaf_remove(struct kvk_cache *cache, uint32_t id, struct kvk_invalid
     if (block->anchor_count > 0 || (block->hold_count > 0 && only_on_disk)) {
         return false; /* the latter is being brought back just now */
     }
+    if ((mask & (1U << KVK_TIER_DISK)) != 0 &&
+        (block->transfer_count > 0 || block->pin_count[KVK_TIER_DISK] > 0)) {
+        return false; /* copied just now: its copy on disk goes when that is over */
+    }
     if (block->state == KVK_BLOCK_HOLLOW) {
         kvk_block_settle(cache, id); /* nothing needs it any more */
         return true;
