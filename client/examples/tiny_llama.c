@@ -36,24 +36,16 @@ enum {
 #define QUERY_WIDTH (QUERY_HEADS * HEAD_SIZE)
 #define KV_WIDTH (KV_HEADS * HEAD_SIZE)
 #define TIE 1e-4F
-/* Where blocks come back from disk in a compact format, logits differ by its rounding. */
-#define TIE_INT8 0.1F
-#define TIE_FP8 0.4F
-
-static float tie_margin = TIE; /* set once, at the start */
+static float tie_margin = TIE; /* more where blocks come back from disk rounded */
 
 /* ================= the model ================= */
 
 struct layer {
-    float norm_attention[WIDTH];
-    float norm_hidden[WIDTH];
+    float norm_attention[WIDTH], norm_hidden[WIDTH];
     float query[QUERY_WIDTH][WIDTH];
-    float key[KV_WIDTH][WIDTH];
-    float value[KV_WIDTH][WIDTH];
+    float key[KV_WIDTH][WIDTH], value[KV_WIDTH][WIDTH];
     float output[WIDTH][QUERY_WIDTH];
-    float gate[HIDDEN][WIDTH];
-    float up[HIDDEN][WIDTH];
-    float down[WIDTH][HIDDEN];
+    float gate[HIDDEN][WIDTH], up[HIDDEN][WIDTH], down[WIDTH][HIDDEN];
 };
 
 struct model {
@@ -147,10 +139,7 @@ static void rotate(float *vector, int heads, uint64_t position)
 
 static void feed_forward(const struct layer *layer, float *state)
 {
-    float input[WIDTH];
-    float gate[HIDDEN];
-    float up[HIDDEN];
-    float down[WIDTH];
+    float input[WIDTH], gate[HIDDEN], up[HIDDEN], down[WIDTH];
     normalize(input, state, layer->norm_hidden);
     multiply(gate, &layer->gate[0][0], input, HIDDEN, WIDTH);
     multiply(up, &layer->up[0][0], input, HIDDEN, WIDTH);
@@ -254,8 +243,7 @@ static void see(struct partial *partial, uint32_t t, int h, const float *query, 
 /* ================= the first path: one shot, nothing cached ================= */
 
 struct plain_cache {
-    float key[LAYERS][LENGTH_MAX][KV_WIDTH];
-    float value[LAYERS][LENGTH_MAX][KV_WIDTH];
+    float key[LAYERS][LENGTH_MAX][KV_WIDTH], value[LAYERS][LENGTH_MAX][KV_WIDTH];
 };
 
 /* What goes between the projections of a layer and its output. */
@@ -268,10 +256,8 @@ static void forward(const struct model *model, const uint32_t *tokens, uint32_t 
                     uint64_t first, attention_fn *attention, void *context,
                     float logits[][VOCABULARY])
 {
-    static float state[CHUNK_MAX][WIDTH];
-    static float queries[CHUNK_MAX][QUERY_WIDTH];
-    static float keys[CHUNK_MAX][KV_WIDTH];
-    static float values[CHUNK_MAX][KV_WIDTH];
+    static float state[CHUNK_MAX][WIDTH], queries[CHUNK_MAX][QUERY_WIDTH];
+    static float keys[CHUNK_MAX][KV_WIDTH], values[CHUNK_MAX][KV_WIDTH];
     static struct partial result;
     for (uint32_t t = 0; t < count; t++) {
         memcpy(state[t], model->embedding[tokens[t]], sizeof state[t]);
@@ -558,14 +544,12 @@ static void compare(const struct answer *reference, const struct answer *got, ui
 static bool swap_round(struct worker *worker)
 {
     struct kvkeep_sequence *sequence = worker->sequence;
-    static struct partial in_place;
-    static struct partial brought_back;
+    static struct partial in_place, brought_back;
     float queries[1][QUERY_WIDTH];
     for (int i = 0; i < QUERY_WIDTH; i++) {
         queries[0][i] = sinf((float)i);
     }
-    struct kvkeep_swap out;
-    struct kvkeep_swap in;
+    struct kvkeep_swap out, in;
     if (failed(worker, kvkeep_swap_out(worker->session, sequence, &out, &worker->error))) {
         return false;
     }
@@ -619,8 +603,7 @@ static bool beams(struct worker *worker, const struct answer *prompt, uint32_t l
 {
     enum { BEAMS = 3 };
     static float logits[CHUNK_MAX][VOCABULARY];
-    static struct answer reference;
-    static struct answer got;
+    static struct answer reference, got;
     struct kvkeep_sequence *parent = worker->sequence;
     uint32_t count;
     if (!compute_rest(worker, prompt->tokens, logits, &count)) {
@@ -700,8 +683,7 @@ static bool drafts(struct worker *worker, struct answer *answer, const struct an
 static bool run_prompt(struct worker *worker, enum scenario scenario, const uint32_t *tokens,
                        uint32_t count, uint32_t length, struct tally *tally)
 {
-    static struct answer reference;
-    static struct answer got;
+    static struct answer reference, got;
     memset(&reference, 0, sizeof reference);
     memcpy(reference.tokens, tokens, count * sizeof tokens[0]);
     reference.length = count;
@@ -743,8 +725,7 @@ static bool run_prompt(struct worker *worker, enum scenario scenario, const uint
 struct settings {
     const char *target;
     enum kvk_format disk_format; /* NONE: as in memory */
-    uint64_t prompts;
-    uint64_t seed;
+    uint64_t prompts, seed;
     bool partial; /* hits may end within a block */
 };
 
@@ -848,19 +829,6 @@ static int report(const struct worker *worker, const struct settings *settings,
     return 0;
 }
 
-/* Of the compact formats, those that heads of HEAD_SIZE can be held in. */
-static bool disk_format_parse(struct settings *settings, const char *name)
-{
-    if (strcmp(name, kvk_format_name(KVK_FORMAT_INT8_CHANNEL)) == 0) {
-        settings->disk_format = KVK_FORMAT_INT8_CHANNEL;
-        tie_margin = TIE_INT8;
-        return true;
-    }
-    settings->disk_format = KVK_FORMAT_FP8_E4M3;
-    tie_margin = TIE_FP8;
-    return strcmp(name, kvk_format_name(KVK_FORMAT_FP8_E4M3)) == 0;
-}
-
 static bool settings_parse(struct settings *settings, int argc, char **argv)
 {
     static const struct option options[] = {{"connect", required_argument, NULL, 'c'},
@@ -883,8 +851,12 @@ static bool settings_parse(struct settings *settings, int argc, char **argv)
             settings->seed = strtoull(optarg, &end, 10);
         } else if (option == 'p') {
             settings->partial = true;
-        } else if (option == 'd' && disk_format_parse(settings, optarg)) {
-            continue;
+        } else if (option == 'd' && strcmp(optarg, "int8_channel") == 0) {
+            settings->disk_format = KVK_FORMAT_INT8_CHANNEL; /* those that HEAD_SIZE fits */
+            tie_margin = 0.1F;
+        } else if (option == 'd' && strcmp(optarg, "fp8_e4m3") == 0) {
+            settings->disk_format = KVK_FORMAT_FP8_E4M3;
+            tie_margin = 0.4F;
         } else {
             return false;
         }
@@ -902,8 +874,7 @@ int main(int argc, char **argv)
             stderr, "usage: tiny_llama [--connect unix:PATH] [--prompts N] [--seed N] [--partial]\n"
                     "                  [--disk-format int8_channel|fp8_e4m3]\n"
                     "Generates every prompt with and without kvkeepd and compares the tokens.\n"
-                    "--partial: hits may end within a block. --disk-format: blocks that come back\n"
-                    "from disk are rounded.\n"
+                    "--partial: hits may end within a block.\n"
                     "Exit code: 0 they agree, 1 they do not or the daemon failed, 2 usage.\n");
         return 2;
     }
