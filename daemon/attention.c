@@ -218,6 +218,14 @@ enum kvk_status kvk_attention_choose_group(struct kvk_attention_plan *plan,
         plan->attend.window = request->group_window ? geometry->window : request->window;
         plan->attend.sinks = request->group_window ? geometry->sinks : request->sinks;
     }
+    plan->host_geometry = space->groups[request->group]->forms[KVK_TIER_HOST].geometry;
+    const struct kvk_geometry *host = &plan->host_geometry;
+    plan->host_attend = plan->attend;
+    plan->host_attend.format_k = host->format_k;
+    plan->host_attend.format_v = host->latent ? host->format_k : host->format_v;
+    plan->host_attend.k_offset = kvk_geometry_k_offset(host, plan->shard, plan->shard_layer);
+    plan->host_attend.v_offset =
+        host->latent ? 0 : kvk_geometry_v_offset(host, plan->shard, plan->shard_layer);
     return KVK_OK;
 }
 
@@ -327,7 +335,8 @@ static enum kvk_status work_init(const struct kvk_attention_plan *plan, struct w
 /* K and V that a tier's queries see, in bytes: each once, however many queries see it. */
 static uint64_t seen_bytes(const struct kvk_attention_plan *plan, enum kvk_tier tier)
 {
-    const struct kvk_geometry *geometry = &plan->geometry;
+    const struct kvk_geometry *geometry =
+        tier == KVK_TIER_HOST ? &plan->host_geometry : &plan->geometry;
     uint64_t token_bytes = kvk_geometry_shard_bytes(geometry, plan->shard) /
                            kvk_geometry_shard_layers(geometry, plan->shard) /
                            geometry->block_tokens;
@@ -345,13 +354,13 @@ static enum kvk_status attend_tier(const struct kvk_attention_plan *plan, struct
 {
     struct kvk_device *device = plan->cache->tiers[tier].device;
     const void *const *pages = plan->addresses[tier];
-    struct kvk_attend attend = plan->attend;
+    struct kvk_attend attend = tier == KVK_TIER_HOST ? plan->host_attend : plan->attend;
 
     if (tier == KVK_TIER_HOST && work->brought.device != NULL) {
         device = work->brought.device;
         pages = work->brought.pages;
+        attend.v_offset = attend.latent ? 0 : attend.v_offset - attend.k_offset;
         attend.k_offset = 0;
-        attend.v_offset = plan->attend.latent ? 0 : plan->attend.v_offset - plan->attend.k_offset;
     }
     for (uint32_t i = 0; i < plan->request->item_count; i++) {
         const struct kvk_attention_item *item = &plan->request->items[i];

@@ -10,14 +10,14 @@
 /* The layer's K and V in a block's shard, as one run. */
 static uint64_t layer_bytes(const struct kvk_attention_plan *plan)
 {
-    const struct kvk_geometry *geometry = &plan->geometry;
+    const struct kvk_geometry *geometry = &plan->host_geometry;
     uint32_t next = plan->shard_layer + 1;
     uint64_t end = next < kvk_geometry_shard_layers(geometry, plan->shard)
                        ? kvk_geometry_k_offset(geometry, plan->shard, next)
                        : kvk_geometry_shard_bytes(geometry, plan->shard);
 
-    KVK_ASSERT(end > plan->attend.k_offset);
-    return end - plan->attend.k_offset;
+    KVK_ASSERT(end > plan->host_attend.k_offset);
+    return end - plan->host_attend.k_offset;
 }
 
 /* The place of the same page of the item before, where it is the same memory; else `place`. */
@@ -75,7 +75,7 @@ static enum kvk_status copies_make(const struct kvk_attention_plan *plan,
                 return KVK_EXHAUSTED;
             }
             copies[(*copy_count)++] = (struct kvk_copy){
-                .target = target, .source = page + plan->attend.k_offset, .size_bytes = bytes};
+                .target = target, .source = page + plan->host_attend.k_offset, .size_bytes = bytes};
             brought->pages[place] = target;
         }
     }

@@ -31,11 +31,13 @@ struct kvk_attention_plan {
     const struct kvk_caller *caller;
     struct kvk_attention_request *request;
 
-    uint64_t space_id; /* of all items */
-    struct kvk_geometry geometry;
+    uint64_t space_id;                 /* of all items */
+    struct kvk_geometry geometry;      /* as on the device */
+    struct kvk_geometry host_geometry; /* of blocks in the host tier: perhaps in a compact format */
     uint32_t shard;
     uint32_t shard_layer;
-    struct kvk_attend attend; /* all but the items */
+    struct kvk_attend attend;      /* all but the items; of the device tier */
+    struct kvk_attend host_attend; /* the same of the host tier: format and offsets may be others */
 
     struct kvk_attention_span *spans;              /* [item_count], ours */
     struct kvk_attention_page *pages;              /* [page_count], ours */

@@ -36,8 +36,8 @@ bool kvk_tier_is_lent(const struct kvk_group_tier *at)
 uint8_t *kvk_slot_address(const struct kvk_group *group, enum kvk_tier tier, uint32_t slot,
                           uint32_t shard)
 {
-    uint8_t *address =
-        kvk_region_at(&group->tiers[tier].regions[shard], slot * group->shard_bytes[shard]);
+    uint8_t *address = kvk_region_at(&group->tiers[tier].regions[shard],
+                                     slot * group->forms[tier].shard_bytes[shard]);
     KVK_ASSERT(address != NULL);
     return address;
 }

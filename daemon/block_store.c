@@ -118,6 +118,9 @@ static bool is_bound(const struct kvk_cache *cache, const struct kvk_group *grou
     if (block->hold_count == 0) {
         return false;
     }
+    if (tier == KVK_TIER_DEVICE && kvk_group_is_compact_below(group)) {
+        return true;
+    }
     bool other_copy = (block->tier_mask & KVK_MEMORY_TIER_MASK & ~(1U << tier)) != 0;
     bool may_move = tier == KVK_TIER_DEVICE && has_copy(block, tier) &&
                     group->tiers[KVK_TIER_HOST].present && is_current(cache, id, block);
@@ -148,16 +151,16 @@ static void bound_count(struct kvk_cache *cache, const struct kvk_group *group, 
             continue;
         }
         struct kvk_tier_state *tier = &cache->tiers[i];
+        uint64_t bytes = group->forms[i].block_bytes;
         uint64_t *counter = kind_counter(tier, kind);
-        kvk_quota_bound_change(cache, group->space->tenant, (enum kvk_tier)i, group->block_bytes,
-                               add);
+        kvk_quota_bound_change(cache, group->space->tenant, (enum kvk_tier)i, bytes, add);
         if (add) {
             if (counter != NULL) {
-                *counter += group->block_bytes;
+                *counter += bytes;
             }
         } else {
             if (counter != NULL) {
-                kvk_bytes_sub(counter, group->block_bytes);
+                kvk_bytes_sub(counter, bytes);
             }
         }
     }
@@ -186,7 +189,7 @@ static void count_as(struct kvk_cache *cache, struct kvk_group *group, struct kv
     if ((before & bound & ~now) != 0) {
         for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
             cache->tiers[i].release_rate.released_bytes +=
-                (before & COUNTED_BOUND(i) & ~now) != 0 ? group->block_bytes : 0;
+                (before & COUNTED_BOUND(i) & ~now) != 0 ? group->forms[i].block_bytes : 0;
         }
         pthread_cond_broadcast(&cache->changed); /* something may leave that could not */
     }
@@ -219,6 +222,9 @@ static struct kvk_evict_queue *queue_for(const struct kvk_cache *cache, struct k
     if (has_copy(block, KVK_TIER_DEVICE)) {
         struct kvk_group_tier *device = &group->tiers[KVK_TIER_DEVICE];
         if (block->pin_count[KVK_TIER_DEVICE] > 0 || !is_device_leaf(group, block)) {
+            return NULL;
+        }
+        if (!evictable && kvk_group_is_compact_below(group)) {
             return NULL;
         }
         if (has_copy(block, KVK_TIER_HOST)) {
@@ -439,8 +445,9 @@ void kvk_block_settle(struct kvk_cache *cache, uint32_t id)
             return;
         }
         if (has_copy(block, KVK_TIER_DEVICE) && has_copy(block, KVK_TIER_HOST) &&
-            !is_device_leaf(group, block)) {
-            /* A second copy is kept only of what leaves the device next. */
+            !is_device_leaf(group, block) && !kvk_group_is_compact_below(group)) {
+            /* A second copy is kept only of what leaves the device next; a compact one always, so
+             * that no block is rounded again for having been used. */
             queue_leave(block, id);
             copy_remove(cache, group, id, KVK_TIER_HOST);
         }
@@ -502,6 +509,7 @@ static void pin_add(struct kvk_block *block, enum kvk_tier tier)
 static void second_copy_drop(struct kvk_cache *cache, uint32_t id, struct kvk_block *block)
 {
     if (has_copy(block, KVK_TIER_DEVICE) && has_copy(block, KVK_TIER_HOST) &&
+        !kvk_group_is_compact_below(kvk_group_of(cache, block)) &&
         block->pin_count[KVK_TIER_DEVICE] > 0 && block->pin_count[KVK_TIER_HOST] == 0 &&
         block->transfer_count == 0) {
         queue_leave(block, id);

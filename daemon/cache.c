@@ -379,9 +379,10 @@ static uint64_t backed_expected(const struct kvk_group *group, enum kvk_tier tie
         places += at->places[i] > 0 || i < at->arena.place_fresh ? 1 : 0;
     }
     for (uint32_t shard = 0; shard < group->shard_count; shard++) {
-        edges += group->shard_bytes[shard] % PAGE_BYTES == 0 ? 0 : 2 * PAGE_BYTES * places;
+        edges +=
+            group->forms[tier].shard_bytes[shard] % PAGE_BYTES == 0 ? 0 : 2 * PAGE_BYTES * places;
     }
-    return slots * group->block_bytes + edges;
+    return slots * group->forms[tier].block_bytes + edges;
 }
 
 /* Slots that are being backed or punched now cannot be told from strays. */

@@ -266,6 +266,9 @@ static bool should_be_bound(const struct kvk_cache *cache, const struct kvk_grou
     }
     bool current =
         is_indexed(block) && kvk_root_is_current(cache, kvk_index_root_of(cache->index, id));
+    if (block->hold_count > 0 && tier == KVK_TIER_DEVICE && kvk_group_is_compact_below(group)) {
+        return true;
+    }
     bool can_demote = tier == KVK_TIER_DEVICE && group->tiers[KVK_TIER_HOST].present && current &&
                       has_bit(block->tier_mask, tier);
     bool sole_copy = !has_bit(block->tier_mask, 1 - tier);
@@ -283,14 +286,14 @@ static void sum_block(struct check *check, const struct kvk_group *group, uint32
         if (i >= KVK_MEMORY_TIER_COUNT || !should_be_bound(check->cache, group, id, block, i)) {
             continue;
         }
-        sums->bound += group->block_bytes;
-        check->tenant_bound[group->space->tenant->index][i] += group->block_bytes;
+        sums->bound += group->forms[i].block_bytes;
+        check->tenant_bound[group->space->tenant->index][i] += group->forms[i].block_bytes;
         if (check->found[id].quarantined) {
-            sums->quarantine += group->block_bytes;
+            sums->quarantine += group->forms[i].block_bytes;
         } else if (block->transfer_count > 0) {
-            sums->copying += group->block_bytes;
+            sums->copying += group->forms[i].block_bytes;
         } else if (block->hold_count > 0 && block->hold_count == block->lease_hold_count) {
-            sums->leased += group->block_bytes;
+            sums->leased += group->forms[i].block_bytes;
         }
     }
 }
@@ -307,6 +310,9 @@ static struct kvk_evict_queue *expected_queue(struct kvk_group *group,
     if (on_device) {
         if (block->pin_count[KVK_TIER_DEVICE] > 0 ||
             (block->device_children > 0 && !group->windowed)) {
+            return NULL;
+        }
+        if (block->hold_count > 0 && kvk_group_is_compact_below(group)) {
             return NULL;
         }
         if (on_host) {

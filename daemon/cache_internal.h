@@ -31,6 +31,21 @@ KVK_CHECKED enum kvk_status kvk_space_check(const struct kvk_space *space, struc
  * into the index. */
 bool kvk_space_shares(const struct kvk_space *space);
 struct kvk_group *kvk_group_of(const struct kvk_cache *cache, const struct kvk_block *block);
+/* The host tier holds the group's blocks in a compact format. Then only what nobody holds goes down
+ * there, and whoever holds a block that has a copy on the device keeps that one: he was promised
+ * the sealed bytes. What lies there alone may be held, and gives the same bytes each time. */
+static inline bool kvk_group_is_compact_below(const struct kvk_group *group)
+{
+    return group->forms[KVK_TIER_HOST].compact;
+}
+static inline bool kvk_space_is_compact_below(const struct kvk_space *space)
+{
+    bool compact = false;
+    for (uint32_t g = 0; g < space->group_count; g++) {
+        compact = compact || kvk_group_is_compact_below(space->groups[g]);
+    }
+    return compact;
+}
 
 /* Open the root of each group for a salt, at the space's generation: references are the caller's.
  * All or none. root.user is (space id, generation) as kvk_root_is_current() reads it. */

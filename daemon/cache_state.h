@@ -442,6 +442,9 @@ struct kvk_cache_stats {
     uint64_t demoted_blocks, promoted_blocks;
     uint64_t swapped_out_blocks, swapped_in_blocks, swapped_out_bytes, swapped_in_bytes;
     uint64_t copy_failures, checksum_failures;
+    uint64_t host_narrowed_blocks, host_widened_blocks; /* where the host tier is compact */
+    uint64_t
+        host_unfit_blocks;  /* forgotten, or left: a value that is not finite has no such form */
     uint64_t healed_blocks; /* damaged in memory while held, and whole again from disk */
     uint64_t refusals;
     uint64_t leases_expired;

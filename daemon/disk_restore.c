@@ -48,6 +48,12 @@ struct reading {
     uint32_t piece_count;
 };
 
+/* Is what lies on disk in another format than the tier's? */
+static bool widens(const struct kvk_group *group, enum kvk_tier tier)
+{
+    return group->forms[KVK_TIER_DISK].compact && !group->forms[tier].compact;
+}
+
 static bool reading_allocate(struct reading *reading, uint64_t buffer_bytes)
 {
     reading->pieces = calloc(reading->piece_count, sizeof(*reading->pieces));
@@ -84,8 +90,7 @@ static bool reading_init(struct kvk_cache *cache, enum kvk_tier tier,
             kvk_group_of(cache, kvk_index_block(cache->index, jobs[i].block));
         reading->piece_count += group->shard_count;
         for (uint32_t shard = 0; shard < group->shard_count; shard++) {
-            buffer_bytes +=
-                group->forms[KVK_TIER_DISK].compact ? group->disk->shard_stride[shard] : 0;
+            buffer_bytes += widens(group, tier) ? group->disk->shard_stride[shard] : 0;
         }
     }
     if (!reading_allocate(reading, buffer_bytes)) {
@@ -103,12 +108,12 @@ static bool reading_init(struct kvk_cache *cache, enum kvk_tier tier,
                 .file = group->disk->file,
                 .slot = block->slot[KVK_TIER_DISK],
                 .offset = group->disk->shard_offset[shard],
-                .memory = form->compact ? buffer : target,
+                .memory = widens(group, tier) ? buffer : target,
                 .size_bytes = form->shard_bytes[shard],
                 .checksum = &reading->sums[next],
                 .status = KVK_UNAVAILABLE,
             };
-            if (form->compact) {
+            if (widens(group, tier)) {
                 reading->widenings[next] = (struct widening){
                     .group = group,
                     .shard = shard,
@@ -176,12 +181,13 @@ static void job_land(struct kvk_cache *cache, enum kvk_tier tier, struct kvk_dis
         kvk_slot_give(cache, group, tier, job->slot);
         return;
     }
-    kvk_block_attach(cache, job->block, tier, job->slot);
-    memcpy(kvk_block_checksums(cache, block, tier), memory_sums,
+    /* Before it counts: what is kept beside it is written with it. */
+    memcpy(group->tiers[tier].checksums + (size_t)job->slot * group->shard_count, memory_sums,
            group->shard_count * sizeof(*memory_sums));
+    kvk_block_attach(cache, job->block, tier, job->slot);
     cache->stats.disk_restored_blocks++;
     cache->stats.disk_restored_bytes += group->forms[KVK_TIER_DISK].block_bytes;
-    cache->stats.disk_widened_blocks += group->forms[KVK_TIER_DISK].compact ? 1 : 0;
+    cache->stats.disk_widened_blocks += widens(group, tier) ? 1 : 0;
 }
 
 static void job_end(struct kvk_cache *cache, enum kvk_tier tier, struct kvk_disk_read_job *job,

@@ -30,6 +30,7 @@ struct entry {
     uint32_t shard_count;
     struct kvk_group *group;
     uint64_t staging_offset; /* of a block that is converted */
+    bool narrows;            /* what was copied is in the own format still */
     bool copied;             /* it has pieces, copies and sums */
     bool staged;             /* and they are what was sealed, as the disk has it */
     bool written;
@@ -275,18 +276,19 @@ static uint32_t stage_begin(struct kvk_cache *cache, struct batch *batch)
         }
         const struct kvk_tier_form *form = &group->forms[KVK_TIER_DISK];
         entry->source = kvk_block_tier(block);
+        entry->narrows = form->compact && !group->forms[entry->source].compact;
         entry->copied = true;
         entry->staged = true;
         entry->staging_offset = staged_bytes;
         for (uint32_t shard = 0; shard < entry->shard_count; shard++, count++) {
-            uint64_t bytes = group->shard_bytes[shard];
+            uint64_t bytes = group->forms[entry->source].shard_bytes[shard];
             uint64_t stride = group->disk->shard_stride[shard];
             batch->copies[count] = (struct kvk_copy){
-                .target = form->compact ? cache->disk_tier->staging + staged_bytes : target,
+                .target = entry->narrows ? cache->disk_tier->staging + staged_bytes : target,
                 .source = kvk_block_address(cache, block, entry->source, shard),
                 .size_bytes = bytes,
                 .checksum = &batch->sums[count]};
-            staged_bytes += form->compact ? bytes : 0;
+            staged_bytes += entry->narrows ? bytes : 0;
             memset(target + form->shard_bytes[shard], 0, stride - form->shard_bytes[shard]);
             batch->pieces[count] =
                 (struct kvk_disk_piece){.file = group->disk->file,
@@ -367,7 +369,7 @@ static uint32_t batch_convert_unlocked(struct kvk_cache *cache, struct batch *ba
     KVK_ASSERT(kvk_locks_held() == 0);
     for (uint32_t i = 0; i < batch->count; i++) {
         struct entry *entry = &batch->entries[i];
-        if (!entry->group->forms[KVK_TIER_DISK].compact) {
+        if (!entry->narrows) {
             memcpy(batch->disk_sums + entry->first_piece, batch->sums + entry->first_piece,
                    (entry->copied ? entry->shard_count : 0) * sizeof(*batch->sums));
         } else if (entry->copied && !entry_narrow(cache, batch, entry)) {
@@ -481,7 +483,7 @@ static bool attach(struct kvk_cache *cache, const struct batch *batch, const str
            entry->shard_count * sizeof(*sums));
     cache->stats.disk_written_blocks++;
     cache->stats.disk_written_bytes += entry->group->tiers[KVK_TIER_DISK].arena.slot_bytes;
-    cache->stats.disk_narrowed_blocks += entry->group->forms[KVK_TIER_DISK].compact ? 1 : 0;
+    cache->stats.disk_narrowed_blocks += entry->narrows ? 1 : 0;
     return true;
 }
 

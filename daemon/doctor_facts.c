@@ -148,7 +148,7 @@ static void group_look(struct kvk_facts *facts, const struct kvk_group *group)
         if (!at->present) {
             continue;
         }
-        uint64_t slab_bytes = (uint64_t)at->arena.slot_count * group->block_bytes;
+        uint64_t slab_bytes = (uint64_t)at->arena.slot_count * group->forms[i].block_bytes;
         uint64_t free_bytes = slab_bytes - at->used_bytes;
         facts->scattered_groups += free_bytes > 0 ? 1 : 0;
         if (free_bytes > facts->scattered_bytes) {

@@ -191,7 +191,7 @@ static void odd_slots_wipe_drops(struct kvk_cache *cache, struct kvk_group *grou
 {
     struct kvk_group_tier *at = &group->tiers[tier];
     for (uint32_t shard = 0; at->present && shard < group->shard_count; shard++) {
-        uint64_t bytes = group->shard_bytes[shard];
+        uint64_t bytes = group->forms[tier].shard_bytes[shard];
         if ((bytes % PAGE_BYTES == 0 && !group->space->is_public) || at->regions[shard].fd < 0) {
             continue;
         }

@@ -199,7 +199,9 @@ void kvk_prefix_find(struct kvk_cache *cache, struct kvk_space *space,
         /* No boundary lies past what one group knows: the others need not go further. */
         limit = match.path_count;
     }
-    if (prompt->use_public && asked > 0 && cache->publications != NULL) {
+    /* What is public lies in the host tier as it was sealed, which a compact one is not read as. */
+    if (prompt->use_public && asked > 0 && cache->publications != NULL &&
+        !kvk_space_is_compact_below(space)) {
         limit = kvk_public_merge(cache, space, prompt, asked, prefix);
     }
     prefix->blocks = boundary_find(cache, space, limit);

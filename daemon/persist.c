@@ -16,10 +16,11 @@
 
 /* ---- Shapes ---- */
 
-/* Version 2 is version 1 with a format for the disk in some group; without one it is written as
- * version 1, so that a daemon from before reads what it can hold. */
+/* Version 2 is version 1 with formats for the tiers below the device in some group (of the disk,
+ * and of the host x 256); without one it is written as version 1, so that a daemon from before
+ * reads what it can hold. */
 #define SHAPE_VERSION 1
-#define SHAPE_VERSION_DISK_FORMAT 2
+#define SHAPE_VERSION_FORMATS 2
 #define SHAPE_HEAD_SIZE 40
 #define SHAPE_GROUP_SIZE 64
 _Static_assert(SHAPE_HEAD_SIZE + KVK_GROUP_COUNT_MAX * SHAPE_GROUP_SIZE <= KVK_SHAPE_SIZE_MAX,
@@ -41,9 +42,8 @@ static double load_double(const uint8_t *at)
     return value;
 }
 
-/* 14 numbers of 4 bytes, the last the format on disk, and one of 8. */
-static void group_encode(const struct kvk_geometry *geometry, enum kvk_format disk_format,
-                         uint8_t *at)
+/* 14 numbers of 4 bytes, the last the formats below the device, and one of 8. */
+static void group_encode(const struct kvk_geometry *geometry, uint32_t formats, uint8_t *at)
 {
     const uint32_t numbers[14] = {
         geometry->layers,
@@ -59,7 +59,7 @@ static void group_encode(const struct kvk_geometry *geometry, enum kvk_format di
         geometry->latent ? 1 : 0,
         geometry->window,
         geometry->sinks,
-        (uint32_t)disk_format,
+        formats,
     };
     for (int i = 0; i < 14; i++) {
         kvk_store_le32(at + 4 * (size_t)i, numbers[i]);
@@ -69,16 +69,19 @@ static void group_encode(const struct kvk_geometry *geometry, enum kvk_format di
 
 /* Ranges are checked by whoever opens the space, as those of any request. */
 static bool group_decode(const uint8_t *at, uint32_t block_tokens, struct kvk_geometry *geometry,
-                         enum kvk_format *disk_format)
+                         enum kvk_format *host_format, enum kvk_format *disk_format)
 {
     uint32_t numbers[14];
     for (int i = 0; i < 14; i++) {
         numbers[i] = kvk_load_le32(at + 4 * (size_t)i);
     }
-    if (numbers[10] > 1 || numbers[13] > KVK_FORMAT_MAX) {
+    uint32_t disk = numbers[13] & 0xff;
+    uint32_t host = numbers[13] >> 8;
+    if (numbers[10] > 1 || disk > KVK_FORMAT_MAX || host > KVK_FORMAT_MAX) {
         return false;
     }
-    *disk_format = (enum kvk_format)numbers[13];
+    *disk_format = (enum kvk_format)disk;
+    *host_format = (enum kvk_format)host;
     *geometry = (struct kvk_geometry){
         .layers = numbers[0],
         .kv_heads = numbers[1],
@@ -112,9 +115,10 @@ size_t kvk_shape_encode(const struct kvk_space *space, uint8_t bytes[KVK_SHAPE_S
     store_double(bytes + 32, space->flops_per_second);
     for (uint32_t i = 0; i < space->group_count; i++) {
         const struct kvk_group *group = space->groups[i];
-        enum kvk_format disk_format = kvk_tier_form_format(&group->forms[KVK_TIER_DISK]);
-        version = disk_format != KVK_FORMAT_NONE ? SHAPE_VERSION_DISK_FORMAT : version;
-        group_encode(&group->geometry, disk_format,
+        uint32_t formats = (uint32_t)kvk_tier_form_format(&group->forms[KVK_TIER_DISK]) |
+                           (uint32_t)kvk_tier_form_format(&group->forms[KVK_TIER_HOST]) << 8;
+        version = formats != 0 ? SHAPE_VERSION_FORMATS : version;
+        group_encode(&group->geometry, formats,
                      bytes + SHAPE_HEAD_SIZE + (size_t)i * SHAPE_GROUP_SIZE);
     }
     kvk_store_le16(bytes, version);
@@ -124,7 +128,7 @@ size_t kvk_shape_encode(const struct kvk_space *space, uint8_t bytes[KVK_SHAPE_S
 bool kvk_shape_decode(const uint8_t *bytes, size_t size, struct kvk_space_request *request)
 {
     uint16_t version = size < SHAPE_HEAD_SIZE ? 0 : kvk_load_le16(bytes);
-    if ((version != SHAPE_VERSION && version != SHAPE_VERSION_DISK_FORMAT) ||
+    if ((version != SHAPE_VERSION && version != SHAPE_VERSION_FORMATS) ||
         kvk_load_le32(bytes + 12) != 0) {
         return false;
     }
@@ -143,12 +147,14 @@ bool kvk_shape_decode(const uint8_t *bytes, size_t size, struct kvk_space_reques
     bool any_format = false;
     for (uint32_t i = 0; i < request->group_count; i++) {
         if (!group_decode(bytes + SHAPE_HEAD_SIZE + (size_t)i * SHAPE_GROUP_SIZE,
-                          request->block_tokens, &request->groups[i], &request->disk_formats[i])) {
+                          request->block_tokens, &request->groups[i], &request->host_formats[i],
+                          &request->disk_formats[i])) {
             return false;
         }
-        any_format = any_format || request->disk_formats[i] != KVK_FORMAT_NONE;
+        any_format = any_format || request->disk_formats[i] != KVK_FORMAT_NONE ||
+                     request->host_formats[i] != KVK_FORMAT_NONE;
     }
-    return any_format == (version == SHAPE_VERSION_DISK_FORMAT); /* one way to write a shape */
+    return any_format == (version == SHAPE_VERSION_FORMATS); /* one way to write a shape */
 }
 
 /* ---- Identities ---- */

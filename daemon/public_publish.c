@@ -70,6 +70,12 @@ static enum kvk_status check_limits(struct publishing *job)
         return kvk_fail(job->error, KVK_UNAVAILABLE, KVK_CAUSE_DRAINING, "",
                         "the daemon is draining: nothing new is published");
     }
+    if (kvk_space_is_compact_below(job->space)) {
+        return kvk_fail(
+            job->error, KVK_UNSUPPORTED, KVK_CAUSE_FIELD, "space_id",
+            "the space's host tier is compact (host_format), and public prefixes lie in "
+            "the host tier as they were sealed");
+    }
     if (cache->tiers[KVK_TIER_HOST].device == NULL) {
         return kvk_fail(job->error, KVK_UNSUPPORTED, KVK_CAUSE_NONE, "",
                         "public prefixes lie in the host tier, and the daemon has none");

@@ -511,7 +511,8 @@ static bool trim_tenant_drops(struct kvk_cache *cache, struct kvk_tenant_state *
             KVK_ASSERT(applied);
         } else if (choice.step == KVK_ROOM_DEMOTE) {
             uint64_t over = used_by(cache, state->tenant, tier) - limit;
-            uint64_t count = (over + choice.giver->block_bytes - 1) / choice.giver->block_bytes;
+            uint64_t bytes = choice.giver->forms[tier].block_bytes;
+            uint64_t count = (over + bytes - 1) / bytes;
             count = count < TRIM_BLOCKS ? count : TRIM_BLOCKS;
             enum kvk_status status =
                 kvk_room_demote_own_drops(cache, choice.giver, (uint32_t)count, NULL);

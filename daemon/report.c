@@ -270,6 +270,7 @@ static void space_fill(const struct kvk_space *space, struct kvk_space_report *r
         const struct kvk_group *group = space->groups[i];
         row->groups[i] = group->geometry;
         row->disk_formats[i] = kvk_tier_form_format(&group->forms[KVK_TIER_DISK]);
+        row->host_formats[i] = kvk_tier_form_format(&group->forms[KVK_TIER_HOST]);
         for (int state = KVK_BLOCK_RESERVED; state <= KVK_BLOCK_EVICTABLE; state++) {
             row->blocks += group->state_counts[state];
         }

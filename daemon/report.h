@@ -66,6 +66,7 @@ struct kvk_space_report {
     uint32_t block_tokens;
     struct kvk_geometry groups[KVK_GROUP_COUNT_MAX];
     enum kvk_format disk_formats[KVK_GROUP_COUNT_MAX]; /* NONE: the group's own */
+    enum kvk_format host_formats[KVK_GROUP_COUNT_MAX];
     uint32_t group_count;
     uint64_t blocks;
     uint64_t bytes;

@@ -31,6 +31,7 @@ struct record {
     const uint8_t *extra;
     const uint8_t *salt;
     const uint64_t *checksums;
+    const uint64_t *host_checksums;
     uint32_t extra_size;
     uint32_t salt_size;
     uint32_t position;
@@ -176,6 +177,7 @@ enum kvk_status kvk_restore_add(struct kvk_restore *restore, const struct kvk_re
             .extra = block->extra,
             .salt = block->salt,
             .checksums = block->checksums,
+            .host_checksums = block->host_checksums,
             .extra_size = (uint32_t)block->extra_size,
             .salt_size = block->position == 0 ? (uint32_t)block->salt_size : 0,
             .position = block->position,
@@ -193,6 +195,7 @@ enum kvk_status kvk_restore_add(struct kvk_restore *restore, const struct kvk_re
         record->extra = copy_of(restore, block->extra, record->extra_size, &enough);
         record->salt = copy_of(restore, block->salt, record->salt_size, &enough);
         record->checksums = copy_of(restore, block->checksums, checksum_size, &enough);
+        record->host_checksums = record->checksums;
     }
     if (!enough) {
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory to restore blocks");
@@ -315,7 +318,8 @@ static void copies_return(struct kvk_restore *restore, struct record *record, ui
         }
         enum kvk_status status = kvk_slot_take_at(cache, group, tier, record->slot[i]);
         if (status == KVK_OK) {
-            kvk_block_put_back(cache, id, tier, record->slot[i], record->checksums);
+            kvk_block_put_back(cache, id, tier, record->slot[i],
+                               tier == KVK_TIER_HOST ? record->host_checksums : record->checksums);
             record->returned_mask |= (uint8_t)(1U << i);
             restore->counts.copies[i]++;
         } else if (status == KVK_EXISTS) {

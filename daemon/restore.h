@@ -29,8 +29,9 @@ struct kvk_restore_block {
     size_t extra_size;
     const uint8_t *salt; /* of the root, at position 0; copied */
     size_t salt_size;
-    const uint64_t *checksums;     /* [group.shard_count]; copied */
-    uint32_t slot[KVK_TIER_COUNT]; /* KVK_SLOT_NONE: no copy there. None at all: hollow */
+    const uint64_t *checksums;      /* [group.shard_count]; copied */
+    const uint64_t *host_checksums; /* of what lies in the host tier, where that is borrowed */
+    uint32_t slot[KVK_TIER_COUNT];  /* KVK_SLOT_NONE: no copy there. None at all: hollow */
     uint32_t use_count;
     uint64_t idle_ns; /* since its last use, by the wall clock; 0 where that jumped back */
     bool borrowed;    /* what the pointers point to stays until kvk_restore_finish(): not copied */

@@ -356,11 +356,12 @@ enum kvk_status kvk_room_slot(struct kvk_cache *cache, struct kvk_group *group, 
         return there;
     }
     bool admitted = group->tiers[tier].present &&
-                    (caller == NULL ||
-                     is_admitted(cache, group->space->tenant, tier, group->block_bytes, 0, 0));
+                    (caller == NULL || is_admitted(cache, group->space->tenant, tier,
+                                                   group->forms[tier].block_bytes, 0, 0));
     enum kvk_status status = admitted ? slot_get(cache, group, tier, NULL, slot) : KVK_EXHAUSTED;
     if (status == KVK_EXHAUSTED && caller != NULL) {
-        return refuse_or_wait(cache, tier, group->block_bytes, group->space, 0, caller, error);
+        return refuse_or_wait(cache, tier, group->forms[tier].block_bytes, group->space, 0, caller,
+                              error);
     }
     return status;
 }
@@ -379,7 +380,8 @@ static bool may_lose_id(const struct kvk_cache *cache, const struct kvk_group *g
                         enum kvk_tier tier, const struct kvk_tenant *asking)
 {
     const struct kvk_tenant *tenant = group->space->tenant;
-    return tenant == asking || kvk_quota_spare(cache, tenant, tier) >= group->block_bytes;
+    return tenant == asking ||
+           kvk_quota_spare(cache, tenant, tier) >= group->forms[tier].block_bytes;
 }
 
 /* Whose record is worth least, among those that may go: leaves that nobody holds. */
@@ -537,7 +539,7 @@ static uint64_t want_bytes(const struct kvk_space *space, const struct kvk_room_
 {
     uint64_t bytes = 0;
     for (uint32_t g = 0; g < space->group_count; g++) {
-        bytes += want->counts[g] * space->groups[g]->block_bytes;
+        bytes += want->counts[g] * space->groups[g]->forms[want->tier].block_bytes;
     }
     return bytes;
 }

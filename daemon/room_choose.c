@@ -32,7 +32,7 @@ static bool is_alone(const struct kvk_cache *cache)
 
 static uint64_t slab_bytes(const struct kvk_group *group, enum kvk_tier tier)
 {
-    return group->tiers[tier].arena.slab_slots * group->block_bytes;
+    return group->tiers[tier].arena.slab_slots * group->forms[tier].block_bytes;
 }
 
 static uint32_t victims_count(const struct kvk_group *group, enum kvk_tier tier)
@@ -108,7 +108,8 @@ static struct victim host_victim(struct kvk_cache *cache, struct kvk_group *grou
 static bool host_has_room(struct kvk_cache *cache, struct kvk_group *group)
 {
     struct kvk_room_choice choice;
-    bool full = kvk_quota_is_full(cache, group->space->tenant, KVK_TIER_HOST, group->block_bytes);
+    bool full = kvk_quota_is_full(cache, group->space->tenant, KVK_TIER_HOST,
+                                  group->forms[KVK_TIER_HOST].block_bytes);
     if (!full && (kvk_room_free_slots(group, KVK_TIER_HOST) > 0 ||
                   host_victim(cache, group).block != KVK_BLOCK_NONE)) {
         return true; /* nearly always, and without looking at other groups */
@@ -202,6 +203,9 @@ static bool slot_may_go(const struct kvk_cache *cache, const struct kvk_group *g
     if (!kvk_block_is_whole(block) || block->transfer_count > 0 || block->pin_count[tier] > 0) {
         return false;
     }
+    if (tier == KVK_TIER_DEVICE && block->hold_count > 0 && kvk_group_is_compact_below(group)) {
+        return false;
+    }
     bool has_other = kvk_room_has_other(block, tier);
     bool has_next = tier == KVK_TIER_DEVICE && group->tiers[KVK_TIER_HOST].present;
     if (has_other || has_next) {
@@ -217,7 +221,7 @@ static bool is_spare(const struct kvk_cache *cache, const struct kvk_group *grou
     const struct kvk_tenant *tenant = group->space->tenant;
     return tenant == asking ||
            kvk_tenant_state_of(cache, tenant)->quota.guaranteed_bytes[tier] == 0 ||
-           blocks * group->block_bytes <= kvk_quota_spare(cache, tenant, tier);
+           blocks * group->forms[tier].block_bytes <= kvk_quota_spare(cache, tenant, tier);
 }
 
 static bool slab_is_spare(const struct kvk_cache *cache, const struct kvk_group *group,
@@ -399,9 +403,9 @@ static struct giver giver_find(struct kvk_cache *cache, struct kvk_group *group,
     const uint64_t *bytes = cache->tiers[tier].tenant_bytes;
     uint32_t asking = group->space->tenant->index;
     double part = equal_part(cache, tier, asking);
-    double asking_over = (double)(bytes[asking] + group->block_bytes) - part -
+    double asking_over = (double)(bytes[asking] + group->forms[tier].block_bytes) - part -
                          (double)guaranteed(cache, tier, asking);
-    bool due = kvk_quota_is_due(cache, group->space->tenant, tier, group->block_bytes);
+    bool due = kvk_quota_is_due(cache, group->space->tenant, tier, group->forms[tier].block_bytes);
     struct giver best = {.group = NULL};
     uint32_t number = 0;
     struct kvk_group *other;
@@ -412,7 +416,7 @@ static struct giver giver_find(struct kvk_cache *cache, struct kvk_group *group,
         }
         uint32_t tenant = other->space->tenant->index;
         uint64_t spare = kvk_quota_spare(cache, other->space->tenant, tier);
-        if (tenant != asking && spare < other->block_bytes) {
+        if (tenant != asking && spare < other->forms[tier].block_bytes) {
             continue;
         }
         uint64_t slab = slab_bytes(group, tier) > slab_bytes(other, tier) ? slab_bytes(group, tier)
@@ -482,7 +486,8 @@ static bool choose_budget(const struct kvk_cache *cache, struct kvk_group *group
                           enum kvk_tier tier, struct kvk_room_choice *choice)
 {
     const struct kvk_group_tier *at = &group->tiers[tier];
-    uint64_t fitting = kvk_pool_free_bytes(&cache->tiers[tier].pool) / group->block_bytes;
+    uint64_t fitting =
+        kvk_pool_free_bytes(&cache->tiers[tier].pool) / group->forms[tier].block_bytes;
     choice->place = kvk_arena_next_place(&at->arena);
     if (fitting == 0 || choice->place == KVK_SLAB_NONE) {
         return false;
@@ -638,7 +643,7 @@ static bool choose_limit(struct kvk_cache *cache, const struct kvk_group *group,
                          struct kvk_room_choice *choice)
 {
     const struct kvk_tenant *tenant = group->space->tenant;
-    if (!kvk_quota_is_full(cache, tenant, tier, group->block_bytes)) {
+    if (!kvk_quota_is_full(cache, tenant, tier, group->forms[tier].block_bytes)) {
         return false;
     }
     if (kvk_tenant_state_of(cache, tenant)->quota.over_quota == KVK_OVER_QUOTA_REFUSE) {
@@ -674,7 +679,8 @@ void kvk_room_choose_more(struct kvk_cache *cache, struct kvk_group *group, enum
     if (!at->present || choose_budget(cache, group, tier, choice)) {
         return;
     }
-    choice->due = kvk_quota_is_due(cache, group->space->tenant, tier, group->block_bytes);
+    choice->due =
+        kvk_quota_is_due(cache, group->space->tenant, tier, group->forms[tier].block_bytes);
     /* Looking at all groups is for once in a slab's worth of victims. */
     if (at->own_evictions_left > 0 && (at->own_evictions_due || !choice->due)) {
         struct victim victim = own_victim(cache, group, tier);

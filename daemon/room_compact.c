@@ -129,7 +129,7 @@ static void shifts_begin(struct compaction *job)
             .block = owner - 1, .slot = job->slots[job->shift_count], .first_sum = job->copy_count};
         job->shift_count++;
         for (uint32_t shard = 0; shard < group->shard_count; shard++) {
-            uint64_t bytes = group->shard_bytes[shard];
+            uint64_t bytes = group->forms[job->tier].shard_bytes[shard];
             job->copies[job->copy_count] =
                 (struct kvk_copy){.target = kvk_slot_address(group, job->tier, shift->slot, shard),
                                   .source = kvk_block_address(cache, block, job->tier, shard),

@@ -37,7 +37,7 @@ static enum kvk_status back_drops(struct kvk_cache *cache, struct kvk_group *gro
     at->backing_count++;
     kvk_unlock(&cache->lock);
     for (uint32_t shard = 0; shard < group->shard_count && status == KVK_OK; shard++) {
-        uint64_t bytes = group->shard_bytes[shard];
+        uint64_t bytes = group->forms[tier].shard_bytes[shard];
         status =
             device->ops->back(device, &at->regions[shard], first * bytes, slots * bytes, error);
     }
@@ -61,7 +61,7 @@ static enum kvk_status back_drops(struct kvk_cache *cache, struct kvk_group *gro
 /* Slots of the next slab, were `bytes` free in the pool. */
 static uint32_t slots_for(const struct kvk_group *group, enum kvk_tier tier, uint64_t bytes)
 {
-    uint64_t slots = bytes / group->block_bytes;
+    uint64_t slots = bytes / group->forms[tier].block_bytes;
     uint32_t slab_slots = group->tiers[tier].arena.slab_slots;
     return slots < slab_slots ? (uint32_t)slots : slab_slots;
 }
@@ -85,7 +85,7 @@ static bool prepare_drops(struct kvk_cache *cache, struct kvk_group *group, enum
     const struct kvk_group_tier *at = &group->tiers[tier];
     uint64_t bytes = kvk_pool_free_bytes(&cache->tiers[tier].pool) +
                      choice->giver->tiers[tier].arena.slabs[choice->slab].slot_count *
-                         choice->giver->block_bytes;
+                         choice->giver->forms[tier].block_bytes;
     uint32_t slots = slots_for(group, tier, bytes);
     uint32_t place = kvk_arena_next_place(&at->arena);
     *status = KVK_OK;
@@ -128,10 +128,11 @@ static uint32_t batch_limit(const struct kvk_group *group, uint32_t count)
 }
 
 /* May it go from the device, as it is now? The lock was dropped since it was chosen. */
-static bool may_leave_device(const struct kvk_block *block)
+static bool may_leave_device(const struct kvk_group *group, const struct kvk_block *block)
 {
     return kvk_block_is_whole(block) && block->transfer_count == 0 &&
-           block->pin_count[KVK_TIER_DEVICE] == 0;
+           block->pin_count[KVK_TIER_DEVICE] == 0 &&
+           (block->hold_count == 0 || !kvk_group_is_compact_below(group));
 }
 
 /*
@@ -150,7 +151,7 @@ static uint32_t demotion_parent(struct kvk_cache *cache, const struct kvk_group 
         return KVK_BLOCK_NONE;
     }
     const struct kvk_block *block = kvk_index_block(cache->index, parent);
-    bool may_go = may_leave_device(block) &&
+    bool may_go = may_leave_device(group, block) &&
                   (block->tier_mask & KVK_MEMORY_TIER_MASK) == 1U << KVK_TIER_DEVICE &&
                   block->device_children == 1;
     return may_go ? parent : KVK_BLOCK_NONE;
@@ -281,7 +282,7 @@ static enum kvk_status slab_demote_drops(struct kvk_cache *cache, struct kvk_gro
             continue;
         }
         const struct kvk_block *block = kvk_index_block(cache->index, owner - 1);
-        if (!may_leave_device(block)) {
+        if (!may_leave_device(group, block)) {
             status = KVK_WOULD_BLOCK; /* not this slab, after all */
         } else if (!kvk_room_is_dirty(group, block)) {
             kvk_block_drop_copy(cache, owner - 1, KVK_TIER_DEVICE, true);
@@ -427,9 +428,10 @@ static uint64_t shortage(const struct kvk_space *space, const struct kvk_room_wa
 {
     const struct kvk_group *group = space->groups[g];
     uint64_t has = kvk_room_free_slots(group, want->tier);
-    uint64_t allowed = *left_bytes / group->block_bytes;
+    uint64_t block_bytes = group->forms[want->tier].block_bytes;
+    uint64_t allowed = *left_bytes / block_bytes;
     has = allowed < has ? allowed : has;
-    uint64_t wanted_bytes = want->counts[g] * group->block_bytes;
+    uint64_t wanted_bytes = want->counts[g] * block_bytes;
     if (*left_bytes != UINT64_MAX) {
         *left_bytes -= wanted_bytes < *left_bytes ? wanted_bytes : *left_bytes;
     }
@@ -479,8 +481,8 @@ enum kvk_status kvk_room_make_drops(struct kvk_cache *cache, struct kvk_space *s
         }
         struct kvk_error step_error = {.status = KVK_OK};
         status = step_drops(cache, group, want->tier, want, (uint32_t)missing, caller, &step_error);
-        status = step_verdict(cache, space, want, missing * group->block_bytes, status, &step_error,
-                              caller, error);
+        status = step_verdict(cache, space, want, missing * group->forms[want->tier].block_bytes,
+                              status, &step_error, caller, error);
         break;
     }
     space->reference_count--;
@@ -533,7 +535,7 @@ static void ahead_give(struct kvk_cache *cache, struct kvk_group *group, enum kv
     uint32_t place = kvk_arena_next_place(&at->arena);
     if (place == KVK_SLAB_NONE || at->places[place] == 0 || kvk_tier_is_lent(at) ||
         at->places[place] == KVK_PLACE_LEAVING ||
-        kvk_pool_free_bytes(&cache->tiers[tier].pool) >= group->block_bytes) {
+        kvk_pool_free_bytes(&cache->tiers[tier].pool) >= group->forms[tier].block_bytes) {
         return;
     }
     struct kvk_punch *punch = calloc(1, sizeof(*punch));

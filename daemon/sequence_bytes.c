@@ -311,6 +311,29 @@ struct shard_read {
     uint64_t fetched_sum;
 };
 
+/* What lies in the host tier in a compact format, in the space's own, in memory of its own. */
+static enum kvk_status widen_drops(struct kvk_cache *cache, const struct kvk_group *group,
+                                   uint32_t shard, struct shard_read *read,
+                                   struct kvk_read_handle *handle, struct kvk_error *error)
+{
+    uint64_t sum;
+    struct kvk_space *space = group->space;
+    KVK_ASSERT(handle->fetched == NULL); /* the host tier is memory of the processor's */
+    handle->fetched = malloc(group->shard_bytes[shard]);
+    if (handle->fetched == NULL) {
+        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for the read");
+    }
+    space->reference_count++;
+    kvk_unlock(&cache->lock);
+    kvk_tier_form_widen(&group->forms[KVK_TIER_HOST], &group->geometry, shard, read->data,
+                        handle->fetched, &sum);
+    kvk_lock(&cache->lock);
+    space->reference_count--;
+    read->data = handle->fetched;
+    read->size_bytes = group->shard_bytes[shard];
+    return KVK_OK;
+}
+
 /* The bytes of a device that the processor cannot read, in memory of their own. */
 static enum kvk_status fetch_drops(struct kvk_cache *cache, struct kvk_device *device,
                                    struct shard_read *read, struct kvk_read_handle *handle,
@@ -376,7 +399,7 @@ static enum kvk_status read_begin_drops(struct kvk_cache *cache, const struct re
     }
     *read = (struct shard_read){
         .data = kvk_block_address(cache, block, tier, shard),
-        .size_bytes = group->shard_bytes[shard],
+        .size_bytes = group->forms[tier].shard_bytes[shard],
         .checksum = kvk_block_checksums(cache, block, tier)[shard],
         .is_whole = kvk_block_is_whole(block),
     };
@@ -401,6 +424,12 @@ static enum kvk_status read_begin_drops(struct kvk_cache *cache, const struct re
         kvk_block_return(cache, id, tier);
         free(handle->fetched);
         handle->fetched = NULL;
+    }
+    if (status == KVK_OK && group->forms[tier].compact) {
+        status = widen_drops(cache, group, shard, read, handle, error);
+        if (status != KVK_OK) {
+            kvk_block_return(cache, id, tier);
+        }
     }
     return status;
 }

@@ -77,6 +77,17 @@ static enum kvk_status check_request(const struct opening *opening)
     return KVK_OK;
 }
 
+/* Nobody writes into a tier that holds what is sealed in another format. */
+static enum kvk_status check_home(const struct opening *opening)
+{
+    if (home_of(opening) != KVK_TIER_HOST || !kvk_space_is_compact_below(opening->space)) {
+        return KVK_OK;
+    }
+    return kvk_fail(opening->error, KVK_UNSUPPORTED, KVK_CAUSE_FIELD, "tier",
+                    "the space's host tier is compact (host_format): its sequences begin on the "
+                    "device");
+}
+
 /* The sequence that an earlier call with this request id opened; 0: none that lives. */
 static uint64_t find_repeated(const struct kvk_instance *instance,
                               const struct kvk_request_id *request_id)
@@ -120,6 +131,10 @@ static enum kvk_status open_find(struct opening *opening)
     if (opening->space->tenant != session->tenant) {
         return kvk_fail(opening->error, KVK_PERMISSION, KVK_CAUSE_NOT_OWNER, "space_id",
                         "the space is of another tenant than the session");
+    }
+    status = check_home(opening);
+    if (status != KVK_OK) {
+        return status;
     }
     uint64_t tokens = request->prompt.token_count;
     opening->size = (struct kvk_sequence_size){
@@ -460,8 +475,20 @@ static uint32_t next_on_host(const struct kvk_cache *cache, const struct kvk_seq
     return count;
 }
 
+/* The prefix cannot be used where it is: who asked reads mapped slots, and knows one format. */
+static enum kvk_status refuse_device(struct opening *opening, const struct kvk_relocation *list,
+                                     uint32_t count)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        bytes += opening->space->groups[list[i].group]->block_bytes;
+    }
+    return kvk_room_refuse(opening->cache, KVK_TIER_DEVICE, bytes, opening->space,
+                           opening->sequence->id, opening->caller, opening->error);
+}
+
 /* Bring what lies on the host to the device, as far as there is room; the rest is used where it
- * is. KVK_DATA_LOSS: it does not match its checksum. */
+ * is, but where that is compact. KVK_DATA_LOSS: it does not match its checksum. */
 static enum kvk_status open_promote_drops(struct opening *opening)
 {
     struct kvk_sequence *sequence = opening->sequence;
@@ -488,6 +515,10 @@ static enum kvk_status open_promote_drops(struct opening *opening)
         if (status == KVK_DATA_LOSS || status == KVK_DEADLINE || status == KVK_CANCELLED) {
             return kvk_fail(opening->error, status, KVK_CAUSE_NONE, "",
                             "the call ended while blocks were brought to the device");
+        }
+        if ((status != KVK_OK || moved < count) && kvk_space_is_compact_below(opening->space) &&
+            !kvk_sequence_is_lost(sequence)) {
+            return refuse_device(opening, &list[moved], count - moved);
         }
         if (status != KVK_OK || moved < count || kvk_sequence_is_lost(sequence)) {
             return KVK_OK;

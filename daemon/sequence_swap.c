@@ -37,7 +37,7 @@ static enum kvk_status take_slots_drops(struct kvk_cache *cache,
             /* One block has no room; what would help is room for all that are left. */
             uint64_t rest_bytes = 0;
             for (uint32_t i = *taken; i < count; i++) {
-                rest_bytes += space->groups[list[i].group]->block_bytes;
+                rest_bytes += space->groups[list[i].group]->forms[tier].block_bytes;
             }
             kvk_advise(cache, tier, rest_bytes, space, sequence, error);
             kvk_refusal_amend(cache, error);
@@ -89,7 +89,7 @@ static void pin_moved(struct kvk_cache *cache, struct kvk_sequence *sequence,
     kvk_block_pin(cache, id, tier);
     kvk_block_unpin(cache, id, before);
     if ((block->tier_mask & (1U << before)) != 0 && block->pin_count[before] == 0 &&
-        block->transfer_count == 0) {
+        block->transfer_count == 0 && !kvk_group_is_compact_below(kvk_group_of(cache, block))) {
         kvk_block_drop_copy(cache, id, before, false);
     }
 }
@@ -141,7 +141,7 @@ static enum kvk_status check_quota(struct kvk_cache *cache, const struct kvk_seq
     for (uint32_t i = 0; i < count; i++) {
         uint32_t id = sequence->groups[list[i].group].blocks[list[i].index];
         bool there = kvk_index_block(cache->index, id)->slot[tier] != KVK_SLOT_NONE;
-        bytes += there ? 0 : space->groups[list[i].group]->block_bytes;
+        bytes += there ? 0 : space->groups[list[i].group]->forms[tier].block_bytes;
     }
     if (cache->tiers[tier].device == NULL ||
         kvk_quota_admits(cache, space->tenant, tier, bytes, 0, 0) == KVK_QUOTA_OK) {
@@ -349,6 +349,22 @@ static enum kvk_status check_swap(const struct kvk_sequence *sequence, struct kv
     return kvk_sequence_check_unwritten(sequence, error);
 }
 
+/* What is swapped out comes back byte for byte: not from where it is rounded. */
+static enum kvk_status check_host_format(const struct kvk_sequence *sequence,
+                                         struct kvk_error *error)
+{
+    for (uint32_t g = 0; g < sequence->space->group_count; g++) {
+        if (kvk_group_is_compact_below(sequence->space->groups[g])) {
+            return kvk_fail(error, KVK_UNSUPPORTED, KVK_CAUSE_FIELD, "host_format",
+                            "group %u of the space has a compact host tier, and what is swapped "
+                            "out must come back byte for byte: close the sequence, and open it "
+                            "again by its tokens",
+                            g);
+        }
+    }
+    return KVK_OK;
+}
+
 static enum kvk_status swap_out_drops(struct kvk_cache *cache, struct kvk_sequence *sequence,
                                       const struct kvk_caller *caller, struct kvk_swap_reply *reply,
                                       struct kvk_tables *tables, struct kvk_error *error)
@@ -357,8 +373,11 @@ static enum kvk_status swap_out_drops(struct kvk_cache *cache, struct kvk_sequen
         swap_answer(cache, sequence, NULL, reply, tables);
         return KVK_OK;
     }
-    struct swap swap;
+    struct swap swap = {.list = NULL};
     enum kvk_status status = check_swap(sequence, error);
+    if (status == KVK_OK) {
+        status = check_host_format(sequence, error);
+    }
     if (status == KVK_OK) {
         status = swap_list(cache, sequence, leaves_device, &swap, error);
     }

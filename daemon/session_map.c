@@ -229,6 +229,12 @@ static enum kvk_status find_slots(struct kvk_cache *cache, const struct kvk_call
         return kvk_fail(error, KVK_PRECONDITION, KVK_CAUSE_NOT_MAPPED, "tier",
                         "the daemon has no such tier");
     }
+    if (found->forms[request->tier].compact) {
+        return kvk_fail(error, KVK_PRECONDITION, KVK_CAUSE_FIELD, "tier",
+                        "the host tier holds this group in %s (host_format): ReadBlocks and Attend "
+                        "read it, it is not mapped",
+                        kvk_format_name(found->forms[request->tier].geometry.format_k));
+    }
     *shard = kvk_geometry_rank_shard(&found->geometry, request->rank);
     status = check_reach(cache, request, found, *shard, error);
     if (status != KVK_OK) {

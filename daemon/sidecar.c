@@ -141,9 +141,77 @@ static bool said_of(const struct kvk_cache *cache, const struct kvk_sidecar *sid
     return said->salt_size + said->extra_size <= sidecar->header->inline_size;
 }
 
+static bool has_copy(const struct kvk_block *block, int tier)
+{
+    return (block->tier_mask & (1U << tier)) != 0;
+}
+
+/* Checksums of a block's bytes in memory: in the own format, and in the host tier's where that is
+ * another. [shard_count] each; NULL: not known, or there is no such copy. Borrowed. */
+struct sums {
+    const uint64_t *own;
+    const uint64_t *below;
+};
+
+static const uint64_t *sums_in(const struct kvk_group *group, const struct kvk_block *block,
+                               int tier)
+{
+    if (!has_copy(block, tier)) {
+        return NULL;
+    }
+    const uint64_t *sums =
+        group->tiers[tier].checksums + (size_t)block->slot[tier] * group->shard_count;
+    for (uint32_t shard = 0; shard < group->shard_count; shard++) {
+        if (sums[shard] == 0) {
+            return NULL;
+        }
+    }
+    return sums;
+}
+
+/* From any copy of which they are known. False: of a copy in memory they are not. */
+static bool sums_find(const struct kvk_group *group, const struct kvk_block *block,
+                      struct sums *sums)
+{
+    bool known = true;
+    *sums = (struct sums){.own = NULL};
+    for (int i = 0; i < KVK_TIER_COUNT && sums->own == NULL; i++) {
+        sums->own = group->forms[i].compact ? NULL : sums_in(group, block, i);
+    }
+    if (group->forms[KVK_TIER_HOST].compact) {
+        sums->below = sums_in(group, block, KVK_TIER_HOST);
+    }
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+        const uint64_t *needed = group->forms[i].compact ? sums->below : sums->own;
+        known = known && (needed != NULL || !has_copy(block, i));
+    }
+    return known;
+}
+
+static void sums_write(const struct kvk_group *group, const struct sums *sums,
+                       struct kvk_sidecar_entry *entry)
+{
+    size_t size = group->shard_count * sizeof(entry->checksums[0]);
+    if (sums->own != NULL) {
+        memcpy(entry->checksums, sums->own, size);
+    }
+    if (sums->below != NULL) {
+        memcpy(entry->checksums + group->shard_count, sums->below, size);
+    }
+}
+
+static bool sums_are(const struct kvk_group *group, const struct sums *sums,
+                     const struct kvk_sidecar_entry *entry)
+{
+    size_t size = group->shard_count * sizeof(entry->checksums[0]);
+    return (sums->own == NULL || memcmp(entry->checksums, sums->own, size) == 0) &&
+           (sums->below == NULL ||
+            memcmp(entry->checksums + group->shard_count, sums->below, size) == 0);
+}
+
 /* A new entry of an indexed block; UINT32_MAX: it cannot be kept, now or ever. */
 static uint32_t entry_make(struct kvk_cache *cache, struct kvk_group *group, uint32_t id,
-                           const uint64_t *sums)
+                           const struct sums *sums)
 {
     struct kvk_sidecar *sidecar = group->sidecar;
     const struct kvk_block *block = kvk_index_block(cache->index, id);
@@ -159,11 +227,8 @@ static uint32_t entry_make(struct kvk_cache *cache, struct kvk_group *group, uin
     entry->position = block->position;
     entry->salt_size = (uint16_t)said.salt_size;
     entry->extra_size = (uint16_t)said.extra_size;
-    if (sums != NULL) {
-        memcpy(entry->checksums, sums, group->shard_count * sizeof(*sums));
-    } else {
-        memset(entry->checksums, 0, group->shard_count * sizeof(*sums));
-    }
+    memset(entry->checksums, 0, sidecar->header->shard_count * sizeof(entry->checksums[0]));
+    sums_write(group, sums, entry);
     memcpy(kvk_sidecar_tokens(sidecar, entry), kvk_index_tokens(cache->index, id),
            sidecar->header->block_tokens * sizeof(uint32_t));
     uint8_t *bytes = kvk_sidecar_inline(sidecar, entry);
@@ -179,31 +244,6 @@ static uint32_t entry_make(struct kvk_cache *cache, struct kvk_group *group, uin
 }
 
 /* ---- Blocks ---- */
-
-static bool has_copy(const struct kvk_block *block, int tier)
-{
-    return (block->tier_mask & (1U << tier)) != 0;
-}
-
-/* The checksums of the block's bytes, from any copy of which they are known; NULL: of none. */
-static const uint64_t *sums_of(const struct kvk_group *group, const struct kvk_block *block)
-{
-    for (int i = 0; i < KVK_TIER_COUNT; i++) {
-        if (!has_copy(block, i)) {
-            continue;
-        }
-        const uint64_t *sums =
-            group->tiers[i].checksums + (size_t)block->slot[i] * group->shard_count;
-        bool known = true;
-        for (uint32_t shard = 0; shard < group->shard_count; shard++) {
-            known = known && sums[shard] != 0;
-        }
-        if (known) {
-            return sums;
-        }
-    }
-    return NULL;
-}
 
 /* Every slot of the block that is not `entry`'s now stops saying that it is anybody's. */
 static void words_unclaim(struct kvk_sidecar *sidecar, const struct kvk_block *block)
@@ -242,15 +282,14 @@ static void entry_leave(struct kvk_cache *cache, struct kvk_sidecar *sidecar, ui
 
 /* Its bytes are others than when the entry was written: it was hollow in between. */
 static void entry_renew(const struct kvk_group *group, const struct kvk_block *block,
-                        uint32_t number, const uint64_t *sums)
+                        uint32_t number, const struct sums *sums)
 {
     struct kvk_sidecar *sidecar = group->sidecar;
     struct kvk_sidecar_entry *entry = kvk_sidecar_entry_at(sidecar, number);
-    size_t size = group->shard_count * sizeof(*sums);
-    if (memcmp(entry->checksums, sums, size) != 0) {
+    if (!sums_are(group, sums, entry)) {
         words_unclaim(sidecar, block);
         entry_close(entry);
-        memcpy(entry->checksums, sums, size);
+        sums_write(group, sums, entry);
         entry_open(sidecar, number);
     }
 }
@@ -264,17 +303,18 @@ void kvk_sidecar_block_changed(struct kvk_cache *cache, struct kvk_group *group,
     const struct kvk_block *block = kvk_index_block(cache->index, id);
     bool in_memory = (block->tier_mask & MEMORY_TIERS) != 0;
     bool wanted = block->run != UINT32_MAX && (in_memory || block->tier_mask == 0);
-    const uint64_t *sums = wanted && in_memory ? sums_of(group, block) : NULL;
-    if (!wanted || (in_memory && sums == NULL)) {
+    struct sums sums = {.own = NULL};
+    bool known = !wanted || !in_memory || sums_find(group, block, &sums);
+    if (!wanted || !known) {
         words_unclaim(sidecar, block);
         entry_leave(cache, sidecar, id);
         return;
     }
     if (cache->records[id] == 0) {
-        uint32_t made = entry_make(cache, group, id, sums);
+        uint32_t made = entry_make(cache, group, id, &sums);
         cache->records[id] = made + 1; /* UINT32_MAX: none, 0 */
-    } else if (sums != NULL) {
-        entry_renew(group, block, cache->records[id] - 1, sums);
+    } else if (in_memory) {
+        entry_renew(group, block, cache->records[id] - 1, &sums);
     }
     if (cache->records[id] != 0) {
         words_claim(sidecar, block, cache->records[id] - 1);

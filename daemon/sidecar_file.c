@@ -52,9 +52,13 @@ static uint64_t header_sum(const struct kvk_sidecar_header *header)
     return kvk_checksum(header, offsetof(struct kvk_sidecar_header, checksum));
 }
 
+/* Strides of the device tier's files, and of the host's where they are others. */
 static uint64_t shard_digest(const struct kvk_group *group)
 {
-    return kvk_checksum(group->shard_bytes, group->shard_count * sizeof(group->shard_bytes[0]));
+    uint64_t size_bytes = group->shard_count * sizeof(group->shard_bytes[0]);
+    uint64_t digest = kvk_checksum(group->shard_bytes, size_bytes);
+    const struct kvk_tier_form *host = &group->forms[KVK_TIER_HOST];
+    return host->compact ? digest ^ (kvk_checksum(host->shard_bytes, size_bytes) + 1) : digest;
 }
 
 /* What the header of a new file of the group says. */
@@ -70,7 +74,7 @@ static struct kvk_sidecar_header header_for(const struct kvk_cache *cache,
         .shard_digest = shard_digest(group),
         .namespace_id = kvk_process_namespace(),
         .group = group->index,
-        .shard_count = group->shard_count,
+        .shard_count = group->shard_count * (group->forms[KVK_TIER_HOST].compact ? 2 : 1),
         .block_tokens = group->space->block_tokens,
         .entry_capacity = cache->config->blocks,
         .process_capacity = cache->config->sessions,

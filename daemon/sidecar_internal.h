@@ -70,7 +70,9 @@ static inline uint32_t kvk_word_entry(uint64_t word)
     return (uint32_t)(word >> KVK_WORD_ENTRY_SHIFT);
 }
 
-/* Behind it: u64 checksums[shard_count], u32 tokens[block_tokens], the salt, the content bytes. */
+/* Behind it: u64 checksums[shard_count], u32 tokens[block_tokens], the salt, the content bytes.
+ * Where the host tier is compact, header.shard_count is twice the group's: the checksums of what
+ * lies on the device, and behind them of what lies on the host. */
 struct kvk_sidecar_entry {
     uint64_t checksum; /* of what follows from `key` on; 0: no entry here */
     uint32_t use_count;

@@ -168,6 +168,8 @@ static void entry_block(struct kvk_group *group, const struct reading *reading, 
         .extra = bytes + entry->salt_size,
         .extra_size = entry->extra_size,
         .checksums = entry->checksums,
+        .host_checksums =
+            entry->checksums + (group->forms[KVK_TIER_HOST].compact ? group->shard_count : 0),
         .use_count = entry->use_count,
         .idle_ns = idle_s < UINT64_MAX / KVK_NS_PER_SECOND ? idle_s * KVK_NS_PER_SECOND : 0,
         .borrowed = true,

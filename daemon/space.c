@@ -22,6 +22,66 @@ static enum kvk_status check_cost(const char *field, double value, struct kvk_er
                     "%s: must be a finite number, 0 or more", field);
 }
 
+/* What lies in the host tier in a compact format lies on disk in the same. */
+static enum kvk_format disk_format_of(const struct kvk_space_request *request, uint32_t index)
+{
+    return request->disk_formats[index] != KVK_FORMAT_NONE ? request->disk_formats[index]
+                                                           : request->host_formats[index];
+}
+
+static enum kvk_status check_host_format(const struct kvk_space_request *request, uint32_t index,
+                                         const char *field, struct kvk_error *error)
+{
+    enum kvk_format format = request->host_formats[index];
+    if (format == KVK_FORMAT_NONE) {
+        return KVK_OK;
+    }
+    if (disk_format_of(request, index) != format) {
+        return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, field,
+                        "%s: %s, but disk_format is %s: what is compact in the host tier goes to "
+                        "disk as it is",
+                        field, kvk_format_name(format),
+                        kvk_format_name(request->disk_formats[index]));
+    }
+    if (request->partial_reuse == KVK_PARTIAL_REUSE_ON) {
+        return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, field,
+                        "%s: does not go with partial_reuse, which begins new blocks with what "
+                        "others hold",
+                        field);
+    }
+    return kvk_tier_form_check(&request->groups[index], format, field, error);
+}
+
+/* A compact host tier is there for a device tier above it that has what sequences hold; and none of
+ * its blocks goes to a remote store, whose blocks are as they were sealed. */
+static enum kvk_status check_host_is_possible(const struct kvk_cache *cache,
+                                              const struct kvk_space_request *request,
+                                              struct kvk_error *error)
+{
+    char field[KVK_ERROR_FIELD_SIZE];
+    for (uint32_t i = 0; i < request->group_count; i++) {
+        if (request->host_formats[i] == KVK_FORMAT_NONE) {
+            continue;
+        }
+        (void)snprintf(field, sizeof(field), "groups[%u].host_format", i);
+        if (cache->tiers[KVK_TIER_DEVICE].device == NULL ||
+            cache->tiers[KVK_TIER_DEVICE].pool.limit_bytes <
+                kvk_geometry_block_bytes(&request->groups[i])) {
+            return kvk_fail(error, KVK_UNSUPPORTED, KVK_CAUSE_FIELD, field,
+                            "%s: this daemon has no device tier for its blocks, and what sequences "
+                            "write is never compact",
+                            field);
+        }
+        if (cache->remote != NULL) {
+            return kvk_fail(error, KVK_UNSUPPORTED, KVK_CAUSE_FIELD, field,
+                            "%s: does not go with a remote store, which has blocks as they were "
+                            "sealed",
+                            field);
+        }
+    }
+    return KVK_OK;
+}
+
 static enum kvk_status check_group(const struct kvk_space_request *request, uint32_t index,
                                    struct kvk_error *error)
 {
@@ -30,6 +90,11 @@ static enum kvk_status check_group(const struct kvk_space_request *request, uint
     char field[KVK_ERROR_FIELD_SIZE];
     (void)snprintf(prefix, sizeof(prefix), "groups[%u].", index);
     enum kvk_status status = kvk_geometry_check(group, prefix, error);
+    if (status != KVK_OK) {
+        return status;
+    }
+    (void)snprintf(field, sizeof(field), "%shost_format", prefix);
+    status = check_host_format(request, index, field, error);
     if (status != KVK_OK) {
         return status;
     }
@@ -137,6 +202,12 @@ static enum kvk_status compare_geometry(const struct kvk_space *space,
         equal = kvk_geometry_equal(&space->groups[i]->geometry, &request->groups[i]);
     }
     for (uint32_t i = 0; equal && i < space->group_count; i++) {
+        enum kvk_format asked = request->host_formats[i];
+        (void)snprintf(field, sizeof(field), "groups[%u].host_format", i);
+        equal = asked == KVK_FORMAT_NONE ||
+                asked == kvk_tier_form_format(&space->groups[i]->forms[KVK_TIER_HOST]);
+    }
+    for (uint32_t i = 0; equal && i < space->group_count; i++) {
         enum kvk_format asked = request->disk_formats[i];
         (void)snprintf(field, sizeof(field), "groups[%u].disk_format", i);
         equal = asked == KVK_FORMAT_NONE ||
@@ -165,6 +236,9 @@ static void fill_reply(const struct kvk_space *space, bool created, struct kvk_s
         reply->groups[i].disk_format = kvk_tier_form_format(&group->forms[KVK_TIER_DISK]);
         reply->groups[i].disk_block_bytes =
             group->tiers[KVK_TIER_DISK].present ? group->forms[KVK_TIER_DISK].block_bytes : 0;
+        reply->groups[i].host_format = kvk_tier_form_format(&group->forms[KVK_TIER_HOST]);
+        reply->groups[i].host_block_bytes =
+            group->tiers[KVK_TIER_HOST].present ? group->forms[KVK_TIER_HOST].block_bytes : 0;
         reply->groups[i].rank_count = space->rank_count;
         for (uint32_t rank = 0; rank < space->rank_count; rank++) {
             reply->groups[i].rank_shard[rank] = kvk_geometry_rank_shard(&group->geometry, rank);
@@ -243,8 +317,9 @@ static enum kvk_status space_create_unlocked(struct kvk_cache *cache,
     }
     for (uint32_t i = 0; i < request->group_count; i++) {
         struct kvk_group *group;
-        enum kvk_status status = kvk_group_create(cache, space, i, &request->groups[i],
-                                                  request->disk_formats[i], &group, error);
+        enum kvk_status status =
+            kvk_group_create(cache, space, i, &request->groups[i], request->host_formats[i],
+                             disk_format_of(request, i), &group, error);
         if (status != KVK_OK) {
             space_destroy_unlocked(cache, space);
             return status;
@@ -353,13 +428,13 @@ static uint32_t group_number_take(struct kvk_cache *cache, struct kvk_group *gro
 /* How many blocks of this space the tiers would hold, for ghosts and the prior of the policy. */
 static void capacity_learn(struct kvk_cache *cache, const struct kvk_space *space)
 {
-    uint64_t space_bytes = 0;
-    for (uint32_t i = 0; i < space->group_count; i++) {
-        space_bytes += space->groups[i]->block_bytes;
-    }
-    KVK_ASSERT(space_bytes > 0);
     uint64_t blocks = 0;
     for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+        uint64_t space_bytes = 0;
+        for (uint32_t g = 0; g < space->group_count; g++) {
+            space_bytes += space->groups[g]->forms[i].block_bytes;
+        }
+        KVK_ASSERT(space_bytes > 0);
         blocks += cache->tiers[i].pool.limit_bytes / space_bytes * space->group_count;
     }
     if (blocks > cache->config->blocks) {
@@ -552,6 +627,9 @@ enum kvk_status kvk_space_restore(struct kvk_cache *cache, const struct kvk_tena
                                   struct kvk_error *error)
 {
     enum kvk_status status = check_request(request, error);
+    if (status == KVK_OK) {
+        status = check_host_is_possible(cache, request, error);
+    }
     if (status != KVK_OK) {
         free(identity);
         return status;
@@ -584,8 +662,16 @@ enum kvk_status kvk_space_open(struct kvk_cache *cache, const struct kvk_caller 
     }
     kvk_lock(&cache->lock);
     struct kvk_space *known = space_with_identity(cache, tenant, identity, identity_size);
-    if (known != NULL) {
+    status = check_host_is_possible(cache, request, error);
+    if (status != KVK_OK) {
+        free(identity);
+    } else if (known != NULL) {
         status = compare_geometry(known, request, error);
+        if (status == KVK_OK && request->partial_reuse == KVK_PARTIAL_REUSE_ON &&
+            kvk_space_is_compact_below(known)) {
+            status = kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "partial_reuse",
+                              "partial_reuse: does not go with the host_format that the space has");
+        }
         if (status == KVK_OK) {
             known->idle_ms = request->idle_ms;
             if (request->partial_reuse != KVK_PARTIAL_REUSE_AS_IT_IS) {

@@ -55,6 +55,7 @@ struct kvk_space_request {
     enum kvk_format disk_formats[KVK_GROUP_COUNT_MAX]; /* in which blocks lie on disk. NONE: in the
                                                           group's own; of a space that exists, as
                                                           it is */
+    enum kvk_format host_formats[KVK_GROUP_COUNT_MAX]; /* and in the host tier: then on disk too */
     double flops_per_token;
     double flops_per_token_position;
     double flops_per_second;
@@ -78,6 +79,8 @@ struct kvk_space_reply {
         uint64_t shard_bytes[KVK_SHARD_COUNT_MAX];
         enum kvk_format disk_format; /* NONE: the group's own */
         uint64_t disk_block_bytes;   /* in that format; 0: none lies on disk */
+        enum kvk_format host_format;
+        uint64_t host_block_bytes;
         uint32_t rank_count;
         uint32_t rank_shard[KVK_SHARD_COUNT_MAX];
     } groups[KVK_GROUP_COUNT_MAX];

@@ -25,6 +25,7 @@ void kvk_space_weigh(struct kvk_space *space);
  * pool. */
 KVK_CHECKED enum kvk_status kvk_group_create(struct kvk_cache *cache, struct kvk_space *space,
                                              uint32_t index, const struct kvk_geometry *geometry,
+                                             enum kvk_format host_format,
                                              enum kvk_format disk_format, struct kvk_group **group,
                                              struct kvk_error *error);
 

@@ -99,7 +99,7 @@ static bool regions_are_kept(const struct kvk_cache *cache, const struct kvk_gro
         group->sidecar != NULL && kvk_kept_has(cache, &generations, slots * sizeof(uint32_t));
     for (uint32_t shard = 0; kept && shard < group->shard_count; shard++) {
         const struct kvk_kept_name name = slots_name(group, tier, shard);
-        kept = kvk_kept_has(cache, &name, slots * group->shard_bytes[shard]);
+        kept = kvk_kept_has(cache, &name, slots * group->forms[tier].shard_bytes[shard]);
     }
     return kept;
 }
@@ -115,8 +115,8 @@ static enum kvk_status regions_adopt(struct kvk_cache *cache, struct kvk_group *
                                             slots * sizeof(uint32_t), 0, &at->generations, error);
     for (uint32_t shard = 0; status == KVK_OK && shard < group->shard_count; shard++) {
         const struct kvk_kept_name name = slots_name(group, tier, shard);
-        status = kvk_kept_adopt(cache, device, &name, slots * group->shard_bytes[shard],
-                                group->shard_bytes[shard], &at->regions[shard], error);
+        status = kvk_kept_adopt(cache, device, &name, slots * group->forms[tier].shard_bytes[shard],
+                                group->forms[tier].shard_bytes[shard], &at->regions[shard], error);
     }
     return status;
 }
@@ -134,7 +134,7 @@ static enum kvk_status public_regions_create(struct kvk_cache *cache, struct kvk
     }
     enum kvk_status status = KVK_OK;
     for (uint32_t shard = 0; status == KVK_OK && shard < group->shard_count; shard++) {
-        status = device->ops->alloc_public(device, slots * group->shard_bytes[shard],
+        status = device->ops->alloc_public(device, slots * group->forms[tier].shard_bytes[shard],
                                            "kvkeep-public", &at->regions[shard], error);
     }
     if (status == KVK_OK) {
@@ -201,9 +201,9 @@ static enum kvk_status regions_create(struct kvk_cache *cache, struct kvk_group 
     kvk_sidecar_tier_reset_unlocked(cache, group, tier);
     for (uint32_t shard = 0; shard < group->shard_count; shard++) {
         const struct kvk_kept_name name = slots_name(group, tier, shard);
-        enum kvk_status status =
-            kvk_kept_alloc(cache, device, &name, slots * group->shard_bytes[shard],
-                           group->shard_bytes[shard], labels[tier], &at->regions[shard], error);
+        enum kvk_status status = kvk_kept_alloc(
+            cache, device, &name, slots * group->forms[tier].shard_bytes[shard],
+            group->forms[tier].shard_bytes[shard], labels[tier], &at->regions[shard], error);
         if (status != KVK_OK) {
             return status;
         }
@@ -218,16 +218,16 @@ static enum kvk_status tier_create(struct kvk_cache *cache, struct kvk_group *gr
     struct kvk_tier_state *state = &cache->tiers[tier];
     struct kvk_group_tier *at = &group->tiers[tier];
     uint32_t public_slots = group->space->public_slots[group->index];
-    if (state->device == NULL || state->pool.limit_bytes < group->block_bytes) {
+    uint64_t bytes = group->forms[tier].block_bytes;
+    if (state->device == NULL || state->pool.limit_bytes < bytes) {
         return KVK_OK;
     }
     if (group->space->is_public && (tier != KVK_TIER_HOST || public_slots == 0)) {
         return KVK_OK;
     }
-    enum kvk_status status =
-        group->space->is_public
-            ? kvk_arena_init_for(&at->arena, &state->pool, group->block_bytes, public_slots)
-            : kvk_arena_init(&at->arena, &state->pool, group->block_bytes);
+    enum kvk_status status = group->space->is_public
+                                 ? kvk_arena_init_for(&at->arena, &state->pool, bytes, public_slots)
+                                 : kvk_arena_init(&at->arena, &state->pool, bytes);
     if (status != KVK_OK) {
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for a space's slots");
     }
@@ -287,8 +287,9 @@ static void memory_destroy(struct kvk_cache *cache, struct kvk_group *group)
 }
 
 enum kvk_status kvk_group_create(struct kvk_cache *cache, struct kvk_space *space, uint32_t index,
-                                 const struct kvk_geometry *geometry, enum kvk_format disk_format,
-                                 struct kvk_group **result, struct kvk_error *error)
+                                 const struct kvk_geometry *geometry, enum kvk_format host_format,
+                                 enum kvk_format disk_format, struct kvk_group **result,
+                                 struct kvk_error *error)
 {
     KVK_ASSERT(kvk_locks_held() == 0);
     struct kvk_group *group = calloc(1, sizeof(*group));
@@ -305,8 +306,10 @@ enum kvk_status kvk_group_create(struct kvk_cache *cache, struct kvk_space *spac
     }
     group->block_bytes = kvk_geometry_block_bytes(geometry);
     for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
-        kvk_tier_form_init(&group->forms[tier], geometry,
-                           tier == KVK_TIER_DISK ? disk_format : KVK_FORMAT_NONE);
+        enum kvk_format format = tier == KVK_TIER_DISK   ? disk_format
+                                 : tier == KVK_TIER_HOST ? host_format
+                                                         : KVK_FORMAT_NONE;
+        kvk_tier_form_init(&group->forms[tier], geometry, format);
     }
     group->windowed = geometry->window > 0;
     space->groups[index] = group;

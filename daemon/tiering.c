@@ -5,6 +5,7 @@
  */
 #include <sched.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/assert.h"
 #include "base/copy.h"
@@ -13,6 +14,7 @@
 
 #define RUN_AHEAD_COUNT 32 /* blocks of one round */
 #define CHECKSUM_BATCH 64  /* blocks whose checksums are taken in one go without the lock */
+#define UNFIT_BLOCKS_MAX 4096
 #define RATE_UNKNOWN UINT64_C(4000000000) /* bytes/s, before anything was copied */
 
 /* ---- One job of moves ---- */
@@ -24,6 +26,17 @@ struct moving {
     uint32_t first_sum; /* of its shards' checksums */
     bool transfers;     /* has bytes: RESERVED blocks have none yet */
     bool damaged;       /* its source did not match its checksum */
+    bool unfit;         /* it has no compact form: a value is not finite */
+};
+
+/* A shard that lies in another format in the host tier than on the device. */
+struct converting {
+    const struct kvk_group
+        *group;      /* its space stays: the block is borrowed. NULL: copied as it is */
+    uint32_t moving; /* whose */
+    uint32_t shard;
+    uint8_t *host;    /* address there */
+    uint8_t *staging; /* in the own format */
 };
 
 struct job {
@@ -32,7 +45,10 @@ struct job {
     uint32_t count;
     struct kvk_copy *copies; /* [copy_count] */
     uint32_t copy_count;
-    uint64_t *sums; /* one per copy */
+    uint64_t *sums;                 /* one per copy: of the bytes at their source, */
+    uint64_t *target_sums;          /* and of what came of them. The same where none is converted */
+    struct converting *conversions; /* one per copy; NULL: none is converted */
+    uint8_t *staging;
 };
 
 static struct kvk_device *copy_device(const struct kvk_cache *cache)
@@ -55,11 +71,15 @@ void kvk_tier_move_begin(struct kvk_cache *cache, enum kvk_tier tier, const stru
 }
 
 static uint32_t shards_of_moves(const struct kvk_cache *cache, const struct kvk_move *moves,
-                                uint32_t count)
+                                uint32_t count, uint64_t *staging_bytes)
 {
     uint32_t shards = 0;
+    *staging_bytes = 0;
     for (uint32_t i = 0; i < count; i++) {
-        shards += kvk_group_of(cache, kvk_index_block(cache->index, moves[i].block))->shard_count;
+        const struct kvk_group *group =
+            kvk_group_of(cache, kvk_index_block(cache->index, moves[i].block));
+        shards += group->shard_count;
+        *staging_bytes += kvk_group_is_compact_below(group) ? group->block_bytes : 0;
     }
     return shards;
 }
@@ -68,44 +88,122 @@ static void job_finish(struct job *job)
 {
     free(job->moving);
     free(job->copies);
+    if (job->target_sums != job->sums) {
+        free(job->target_sums);
+    }
     free(job->sums);
+    free(job->conversions);
+    free(job->staging);
+}
+
+static bool job_allocate(struct job *job, uint32_t count, uint32_t shards, uint64_t staging_bytes)
+{
+    job->moving = calloc(count, sizeof(*job->moving));
+    job->copies = calloc(shards, sizeof(*job->copies));
+    job->sums = calloc(shards, sizeof(*job->sums));
+    job->target_sums = job->sums;
+    if (staging_bytes > 0) {
+        job->target_sums = calloc(shards, sizeof(*job->target_sums));
+        job->conversions = calloc(shards, sizeof(*job->conversions));
+        job->staging = malloc(staging_bytes);
+    }
+    return job->moving != NULL && job->copies != NULL && job->sums != NULL &&
+           job->target_sums != NULL &&
+           (staging_bytes == 0 || (job->conversions != NULL && job->staging != NULL));
+}
+
+static void job_add(const struct kvk_cache *cache, struct job *job, const struct kvk_move *move,
+                    uint8_t **staging)
+{
+    const struct kvk_block *block = kvk_index_block(cache->index, move->block);
+    const struct kvk_group *group = kvk_group_of(cache, block);
+    struct moving *moving = &job->moving[job->count];
+    bool converts = kvk_group_is_compact_below(group);
+    KVK_ASSERT(!converts || kvk_block_is_whole(block)); /* others stay on the device */
+    *moving = (struct moving){.block = move->block,
+                              .slot = move->slot,
+                              .first_sum = job->copy_count,
+                              .transfers = block->state != KVK_BLOCK_RESERVED};
+    for (uint32_t shard = 0; moving->transfers && shard < group->shard_count; shard++) {
+        uint8_t *source = kvk_block_address(cache, block, job->source, shard);
+        uint8_t *target = kvk_slot_address(group, job->target, move->slot, shard);
+        uint64_t *sum = &job->sums[job->copy_count];
+        if (converts) {
+            bool down = job->target == KVK_TIER_HOST;
+            job->conversions[job->copy_count] = (struct converting){.group = group,
+                                                                    .moving = job->count,
+                                                                    .shard = shard,
+                                                                    .host = down ? target : source,
+                                                                    .staging = *staging};
+            source = down ? source : *staging;
+            target = down ? *staging : target;
+            sum = down ? sum : &job->target_sums[job->copy_count];
+            *staging += group->shard_bytes[shard];
+        }
+        job->copies[job->copy_count++] = (struct kvk_copy){.target = target,
+                                                           .source = source,
+                                                           .size_bytes = group->shard_bytes[shard],
+                                                           .checksum = sum};
+    }
+    job->count++;
 }
 
 static bool job_init(struct kvk_cache *cache, enum kvk_tier tier, const struct kvk_move *moves,
                      uint32_t count, struct job *job)
 {
-    uint32_t shards = shards_of_moves(cache, moves, count);
+    uint64_t staging_bytes;
+    uint32_t shards = shards_of_moves(cache, moves, count, &staging_bytes);
     *job = (struct job){
         .source = tier == KVK_TIER_DEVICE ? KVK_TIER_HOST : KVK_TIER_DEVICE,
         .target = tier,
-        .moving = calloc(count, sizeof(*job->moving)),
-        .copies = calloc(shards, sizeof(*job->copies)),
-        .sums = calloc(shards, sizeof(*job->sums)),
     };
-    if (job->moving == NULL || job->copies == NULL || job->sums == NULL) {
+    if (!job_allocate(job, count, shards, staging_bytes)) {
         job_finish(job);
         return false;
     }
+    uint8_t *staging = job->staging;
     for (uint32_t i = 0; i < count; i++) {
-        const struct kvk_block *block = kvk_index_block(cache->index, moves[i].block);
-        const struct kvk_group *group = kvk_group_of(cache, block);
-        struct moving *moving = &job->moving[job->count++];
-        moving->block = moves[i].block;
-        moving->slot = moves[i].slot;
-        moving->first_sum = job->copy_count;
-        moving->transfers = block->state != KVK_BLOCK_RESERVED;
-        for (uint32_t shard = 0; moving->transfers && shard < group->shard_count; shard++) {
-            uint64_t bytes = group->shard_bytes[shard];
-            uint64_t *sum = &job->sums[job->copy_count];
-            job->copies[job->copy_count++] = (struct kvk_copy){
-                .target = kvk_slot_address(group, tier, moves[i].slot, shard),
-                .source = kvk_block_address(cache, block, job->source, shard),
-                .size_bytes = bytes,
-                .checksum = sum,
-            };
-        }
+        job_add(cache, job, &moves[i], &staging);
     }
     return true;
+}
+
+/* What is to come up, in the own format. What is damaged gives nothing of use, and is found out
+ * with the others. */
+static void job_widen_unlocked(const struct job *job)
+{
+    for (uint32_t i = 0; job->conversions != NULL && i < job->copy_count; i++) {
+        const struct converting *from = &job->conversions[i];
+        uint64_t sum;
+        if (from->group == NULL || job->target == KVK_TIER_HOST) {
+            continue;
+        }
+        const struct kvk_tier_form *form = &from->group->forms[KVK_TIER_HOST];
+        job->sums[i] = kvk_checksum(from->host, form->shard_bytes[from->shard]);
+        kvk_tier_form_widen(form, &from->group->geometry, from->shard, from->host, from->staging,
+                            &sum);
+        (void)sched_yield(); /* look-ups go first */
+    }
+}
+
+/* What has come down, in the tier's format. */
+static void job_narrow_unlocked(const struct job *job)
+{
+    for (uint32_t i = 0; job->conversions != NULL && i < job->copy_count; i++) {
+        const struct converting *to = &job->conversions[i];
+        struct kvk_error error;
+        if (to->group == NULL) {
+            job->target_sums[i] = job->sums[i];
+            continue;
+        }
+        if (job->target != KVK_TIER_HOST || job->moving[to->moving].unfit) {
+            continue;
+        }
+        job->moving[to->moving].unfit =
+            kvk_tier_form_narrow(&to->group->geometry, &to->group->forms[KVK_TIER_HOST], to->shard,
+                                 to->staging, to->host, &job->target_sums[i], &error) != KVK_OK;
+        (void)sched_yield();
+    }
 }
 
 /* Do the bytes that were copied match what was sealed? Where no checksum was taken yet, these are
@@ -153,20 +251,56 @@ static void move_land(struct kvk_cache *cache, const struct job *job, const stru
         kvk_slot_give(cache, group, job->target, moving->slot); /* another call was faster */
         return;
     }
+    /* Before it counts: what is kept beside it is written with it. */
+    memcpy(group->tiers[job->target].checksums + (size_t)moving->slot * group->shard_count,
+           job->target_sums + moving->first_sum, group->shard_count * sizeof(*job->target_sums));
     kvk_block_attach(cache, moving->block, job->target, moving->slot);
-    uint64_t *sums = kvk_block_checksums(cache, block, job->target);
-    for (uint32_t shard = 0; shard < group->shard_count; shard++) {
-        sums[shard] = job->sums[moving->first_sum + shard];
-    }
+    bool converted = kvk_group_is_compact_below(group);
     cache->stats.promoted_blocks += job->target == KVK_TIER_DEVICE ? 1 : 0;
+    cache->stats.host_narrowed_blocks += converted && job->target == KVK_TIER_HOST ? 1 : 0;
+    cache->stats.host_widened_blocks += converted && job->target == KVK_TIER_DEVICE ? 1 : 0;
 }
 
-/* May the copy in one tier go, since there is one in the other? */
-static bool may_drop(const struct kvk_block *block, enum kvk_tier tier, enum kvk_tier other)
+/* May the copy in one tier go, since there is one in the other? A compact one stays, so that the
+ * next time down nothing is rounded again; and nobody who holds the block (but this move) is left
+ * with that alone. */
+static bool may_drop(const struct kvk_group *group, const struct kvk_block *block,
+                     enum kvk_tier tier, enum kvk_tier other)
 {
+    if (kvk_group_is_compact_below(group) && (tier == KVK_TIER_HOST || block->hold_count > 1)) {
+        return false;
+    }
     return kvk_block_is_whole(block) &&
            (block->tier_mask & KVK_MEMORY_TIER_MASK) == ((1U << tier) | (1U << other)) &&
            block->pin_count[tier] == 0 && block->transfer_count == 0;
+}
+
+/* Room is wanted, and the block can go nowhere: it is forgotten, and before it what hangs below it,
+ * unless somebody needs some of it. */
+static void unfit_forget(struct kvk_cache *cache, uint32_t id)
+{
+    for (uint32_t i = 0; i < UNFIT_BLOCKS_MAX; i++) {
+        uint32_t leaf = id;
+        const struct kvk_block *block = kvk_index_block(cache->index, leaf);
+        bool windowed = kvk_group_of(cache, block)->windowed;
+        while (!windowed && block->memory_children > 0) {
+            leaf = kvk_index_first_child(cache->index, KVK_ROOT_NONE, leaf);
+            block = kvk_index_block(cache->index, leaf);
+            while ((block->tier_mask & KVK_MEMORY_TIER_MASK) == 0) {
+                leaf = kvk_index_next_child(cache->index, leaf);
+                block = kvk_index_block(cache->index, leaf);
+            }
+        }
+        if (block->state != KVK_BLOCK_EVICTABLE || block->transfer_count > 0 ||
+            block->pin_count[KVK_TIER_DEVICE] > 0 || block->pin_count[KVK_TIER_HOST] > 0 ||
+            block->pin_count[KVK_TIER_DISK] > 0) {
+            return;
+        }
+        kvk_room_forget_tree(cache, leaf);
+        if (leaf == id) {
+            return;
+        }
+    }
 }
 
 /* End one move. The borrowed hold goes last: with it the block may go. */
@@ -175,6 +309,9 @@ static void move_end(struct kvk_cache *cache, const struct job *job, const struc
 {
     uint32_t id = moving->block;
     struct kvk_block *block = kvk_index_block(cache->index, id);
+    bool unfit = landed && moving->unfit;
+    landed = landed && !unfit;
+    cache->stats.host_unfit_blocks += unfit ? 1 : 0;
     if (landed) {
         const struct kvk_group *group = kvk_group_of(cache, block);
         kvk_tenant_state_of(cache, group->space->tenant)->usage.moved_bytes +=
@@ -190,14 +327,19 @@ static void move_end(struct kvk_cache *cache, const struct job *job, const struc
     kvk_block_unpin(cache, id, landed && !whole ? job->target : job->source);
     if (moving->damaged) {
         kvk_block_discredit(cache, id, job->source);
-    } else if (drop_source && may_drop(block, job->source, job->target)) {
+    } else if (drop_source &&
+               may_drop(kvk_group_of(cache, block), block, job->source, job->target)) {
         kvk_block_drop_copy(cache, id, job->source, job->target == KVK_TIER_HOST);
     }
+    unfit = unfit && drop_source && block->hold_count == 1 && block->run != UINT32_MAX;
     KVK_ASSERT(cache->moves_under_way > 0);
     KVK_ASSERT(cache->passing_holds > 0);
     cache->moves_under_way--;
     cache->passing_holds--;
     kvk_block_release(cache, id, false);
+    if (unfit && block->state == KVK_BLOCK_EVICTABLE) {
+        unfit_forget(cache, id);
+    }
 }
 
 static enum kvk_status fail_damaged(uint32_t damaged, struct kvk_error *error)
@@ -228,8 +370,12 @@ enum kvk_status kvk_tier_moves_run_drops(struct kvk_cache *cache, enum kvk_tier 
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for a copy");
     }
     kvk_unlock(&cache->lock);
+    job_widen_unlocked(&job);
     enum kvk_status status =
         kvk_mover_copy(cache->mover, copy_device(cache), job.copies, job.copy_count, error);
+    if (status == KVK_OK) {
+        job_narrow_unlocked(&job);
+    }
     kvk_lock(&cache->lock);
     if (status != KVK_OK) {
         cache->stats.copy_failures++;
@@ -274,6 +420,12 @@ enum kvk_status kvk_block_clone_drops(struct kvk_cache *cache, uint32_t target, 
     }
     enum kvk_tier from_tier = kvk_block_tier(from);
     enum kvk_tier to_tier = kvk_block_tier(to);
+    if (group->forms[from_tier].compact) {
+        return kvk_fail(
+            error, KVK_PRECONDITION, KVK_CAUSE_FIELD, "host_format",
+            "the block lies in the host tier, in a compact format: what is copied to be "
+            "written on must be on the device");
+    }
     struct kvk_copy copies[KVK_SHARD_COUNT_MAX];
     uint64_t sums[KVK_SHARD_COUNT_MAX];
     for (uint32_t shard = 0; shard < group->shard_count; shard++) {
@@ -345,7 +497,7 @@ static void checksums_begin(struct kvk_cache *cache, struct checksums *batch,
         batch->blocks[at].shard_count = group->shard_count;
         for (uint32_t shard = 0; shard < group->shard_count; shard++) {
             batch->blocks[at].address[shard] = kvk_block_address(cache, block, tier, shard);
-            batch->blocks[at].size_bytes[shard] = group->shard_bytes[shard];
+            batch->blocks[at].size_bytes[shard] = group->forms[tier].shard_bytes[shard];
         }
         kvk_block_borrow(cache, blocks[i], tier);
     }
@@ -494,7 +646,7 @@ static enum kvk_status punch_unlocked(struct kvk_cache *cache, const struct kvk_
     struct kvk_device *device = cache->tiers[punch->tier].device;
     uint64_t first = (uint64_t)punch->slab * at->arena.slab_slots;
     for (uint32_t shard = 0; shard < punch->group->shard_count; shard++) {
-        uint64_t bytes = punch->group->shard_bytes[shard];
+        uint64_t bytes = punch->group->forms[punch->tier].shard_bytes[shard];
         struct kvk_error error;
         enum kvk_status status = device->ops->punch(device, &at->regions[shard], first * bytes,
                                                     at->arena.slab_slots * bytes, &error);

@@ -155,10 +155,12 @@ static bool is_same(const struct kvk_cache *cache, const struct kvk_duplicate *d
     return true;
 }
 
-/* Memory that the processor cannot read is not compared here. */
+/* Memory that the processor cannot read is not compared here, nor what has another format. */
 static bool is_readable(const struct kvk_group *group, const struct kvk_duplicate *duplicate)
 {
-    return group->tiers[duplicate->ours_tier].regions[0].fd >= 0 &&
+    return !group->forms[duplicate->ours_tier].compact &&
+           !group->forms[duplicate->winner_tier].compact &&
+           group->tiers[duplicate->ours_tier].regions[0].fd >= 0 &&
            group->tiers[duplicate->winner_tier].regions[0].fd >= 0;
 }
 

@@ -103,7 +103,7 @@ bool kvk_warm_is_possible(struct kvk_cache *cache, struct kvk_group *group)
         struct aside aside = {.arena = &group->tiers[i].arena, .slab = KVK_SLAB_NONE};
         kvk_sidecar_granted(group, (enum kvk_tier)i, aside_count, &aside);
         aside_settle(&aside);
-        bytes[i] = aside.slots * group->block_bytes;
+        bytes[i] = aside.slots * group->forms[i].block_bytes;
         blocks += aside.granted;
     }
     bool enough = survivors.count <= cache->config->sessions / 2 - cache->aside_sessions / 2 &&
@@ -292,7 +292,7 @@ static enum kvk_status tier_back(struct kvk_cache *cache, struct kvk_group *grou
         uint64_t slots = at->arena.slabs[i].slot_count;
         uint64_t span = slots > 0 ? slots : at->arena.slab_slots;
         for (uint32_t shard = 0; shard < group->shard_count && status == KVK_OK; shard++) {
-            uint64_t bytes = group->shard_bytes[shard];
+            uint64_t bytes = group->forms[tier].shard_bytes[shard];
             status = slots > 0 ? device->ops->back(device, &at->regions[shard], first * bytes,
                                                    span * bytes, error)
                                : device->ops->punch(device, &at->regions[shard], first * bytes,

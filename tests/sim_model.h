@@ -89,6 +89,7 @@ struct sim {
     uint64_t space_ids[SPACES];
     struct kvk_geometry groups[SPACES][2];
     enum kvk_format disk_formats[SPACES][2];
+    enum kvk_format host_formats[SPACES][2]; /* then the disk's are the same */
     uint32_t group_counts[SPACES];
     uint32_t rank_counts[SPACES];
     double flops_per_second[SPACES];

@@ -587,6 +587,7 @@ static void space_open(uint32_t s, enum kvk_partial_reuse reuse)
     memcpy(request.groups, sim.groups[s], sizeof sim.groups[s]);
     if (sim.space_ids[s] == 0 || chance(0.5)) { /* of one that is there, as it is */
         memcpy(request.disk_formats, sim.disk_formats[s], sizeof sim.disk_formats[s]);
+        memcpy(request.host_formats, sim.host_formats[s], sizeof sim.host_formats[s]);
     }
     struct kvk_space_reply reply;
     struct kvk_caller caller = *caller_of(s);
@@ -753,7 +754,11 @@ static void spaces_open(void)
                                                       KVK_FORMAT_INT8_CHANNEL};
             sim.disk_formats[s][g] = formats[pick(3)];
         }
-        sim.partial_reuse[s] = chance(0.6);
+        if (compact && sim.config.device_bytes > 0 && chance(0.6)) {
+            memcpy(sim.host_formats[s], sim.disk_formats[s], sizeof sim.host_formats[s]);
+        }
+        sim.partial_reuse[s] = chance(0.6) && sim.host_formats[s][0] == KVK_FORMAT_NONE &&
+                               sim.host_formats[s][1] == KVK_FORMAT_NONE;
         space_open(s, sim.partial_reuse[s] ? KVK_PARTIAL_REUSE_ON : KVK_PARTIAL_REUSE_AS_IT_IS);
     }
 }
@@ -835,7 +840,8 @@ static void seed_run(uint64_t seed, uint64_t events)
     printf("seed %llu: device %llu, host %llu bytes, %s: %llu events (%llu in between), %llu hits "
            "(%llu in part, %llu given up), "
            "%llu reads, %llu swaps, %llu refusals, %llu ends, %llu faults, disk %llu bytes%s, "
-           "%llu written, %llu restored (%llu widened), %llu faults\n",
+           "%llu written, %llu restored (%llu widened), %llu faults, host %llu narrowed, "
+           "%llu widened\n",
            (unsigned long long)seed, (unsigned long long)sim.config.device_bytes,
            (unsigned long long)sim.config.host_bytes,
            sim.config.policy == KVK_EVICT_LRU ? "lru" : "rp-cost", (unsigned long long)sim.done,
@@ -849,7 +855,9 @@ static void seed_run(uint64_t seed, uint64_t events)
            (unsigned long long)sim.cache->stats.disk_written_blocks,
            (unsigned long long)sim.cache->stats.disk_restored_blocks,
            (unsigned long long)sim.cache->stats.disk_widened_blocks,
-           (unsigned long long)sim.disk_faults);
+           (unsigned long long)sim.disk_faults,
+           (unsigned long long)sim.cache->stats.host_narrowed_blocks,
+           (unsigned long long)sim.cache->stats.host_widened_blocks);
     fflush(stdout);
     SIM_ASSERT(events < 10000 || (sim.hits > 0 && sim.reads > 0 && sim.refusals > 0));
     world_close();
