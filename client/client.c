@@ -267,6 +267,9 @@ enum kvk_status kvkeep_space_open(struct kvkeep_client *client,
         groups[g].disk_format =
             (Kvkeep__V1__Format)(options->disk_formats == NULL ? KVK_FORMAT_NONE
                                                                : options->disk_formats[g]);
+        groups[g].host_format =
+            (Kvkeep__V1__Format)(options->host_formats == NULL ? KVK_FORMAT_NONE
+                                                               : options->host_formats[g]);
         pointers[g] = &groups[g];
     }
     Kvkeep__V1__Identity identity = identity_message(&options->identity);

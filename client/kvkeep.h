@@ -103,6 +103,7 @@ struct kvkeep_space_options {
     uint32_t group_count;
     const enum kvk_format *disk_formats; /* [group_count] compact, in which blocks lie on disk; NONE
                                             as the groups' own. NULL: all of them */
+    const enum kvk_format *host_formats; /* likewise in the host tier, and on disk with it */
     uint32_t tensor_shards;              /* 0: 1 */
     uint32_t pipeline_shards;            /* 0: 1 */
     double flops_per_token;

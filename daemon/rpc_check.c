@@ -471,6 +471,11 @@ static enum kvk_status space_groups(const Kvkeep__V1__OpenSpaceRequest *message,
         status = kvk_rpc_check_format(message->groups[i]->disk_format, true,
                                       field_at(field, "groups", i, "disk_format"),
                                       &request->disk_formats[i], error);
+        if (status == KVK_OK) {
+            status = kvk_rpc_check_format(message->groups[i]->host_format, true,
+                                          field_at(field, "groups", i, "host_format"),
+                                          &request->host_formats[i], error);
+        }
     }
     request->block_tokens = message->block_tokens;
     request->group_count = status == KVK_OK ? (uint32_t)message->n_groups : 0;

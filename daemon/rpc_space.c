@@ -33,6 +33,8 @@ KVK_RPC_HANDLER(kvk_rpc_open_space)
         groups[i].rank_shard = reply.groups[i].rank_shard;
         groups[i].disk_format = (Kvkeep__V1__Format)reply.groups[i].disk_format;
         groups[i].disk_block_bytes = reply.groups[i].disk_block_bytes;
+        groups[i].host_format = (Kvkeep__V1__Format)reply.groups[i].host_format;
+        groups[i].host_block_bytes = reply.groups[i].host_block_bytes;
         pointers[i] = &groups[i];
     }
     response.space_id = reply.space_id;
@@ -133,6 +135,7 @@ static void fill_space(struct rpc_space_row *row, const struct kvk_space_report 
     for (uint32_t i = 0; i < report->group_count; i++) {
         fill_group(&row->groups[i], &report->groups[i]);
         row->groups[i].disk_format = (Kvkeep__V1__Format)report->disk_formats[i];
+        row->groups[i].host_format = (Kvkeep__V1__Format)report->host_formats[i];
         row->group_pointers[i] = &row->groups[i];
     }
     info->space_id = report->space_id;

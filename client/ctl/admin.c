@@ -352,22 +352,27 @@ static const char *space_layers(const Kvkeep__V1__SpaceInfo *space)
     line[0] = '\0';
     for (size_t g = 0; g < space->n_groups && at < sizeof line; g++) {
         const Kvkeep__V1__LayerGroup *group = space->groups[g];
-        bool on_disk = group->disk_format != KVKEEP__V1__FORMAT__FORMAT_NONE;
-        int wrote = snprintf(line + at, sizeof line - at, "%s%ux%ux%u%s%s%s", g == 0 ? "" : " + ",
-                             group->layers, group->kv_heads, group->head_size_k,
-                             group->window > 0 ? " windowed" : "", on_disk ? ", disk " : "",
-                             on_disk ? kvk_format_name((enum kvk_format)group->disk_format) : "");
+        enum kvk_format host = (enum kvk_format)group->host_format;
+        enum kvk_format disk = (enum kvk_format)group->disk_format;
+        int wrote =
+            snprintf(line + at, sizeof line - at, "%s%ux%ux%u%s%s%s%s%s", g == 0 ? "" : " + ",
+                     group->layers, group->kv_heads, group->head_size_k,
+                     group->window > 0 ? " windowed" : "", host != KVK_FORMAT_NONE ? ", host " : "",
+                     host != KVK_FORMAT_NONE ? kvk_format_name(host) : "",
+                     disk != KVK_FORMAT_NONE ? ", disk " : "",
+                     disk != KVK_FORMAT_NONE ? kvk_format_name(disk) : "");
         at += wrote < 0 ? 0 : (size_t)wrote;
     }
     return line;
 }
 
-/* Of each group the format on disk, or null where that is its own. */
-static json_t *space_disk_formats(const Kvkeep__V1__SpaceInfo *space)
+/* Of each group the format on disk, or in the host tier, or null where that is its own. */
+static json_t *space_formats(const Kvkeep__V1__SpaceInfo *space, bool host)
 {
     json_t *list = json_array();
     for (size_t g = 0; g < space->n_groups; g++) {
-        enum kvk_format format = (enum kvk_format)space->groups[g]->disk_format;
+        enum kvk_format format =
+            (enum kvk_format)(host ? space->groups[g]->host_format : space->groups[g]->disk_format);
         json_array_append_new(
             list, format == KVK_FORMAT_NONE ? json_null() : json_string(kvk_format_name(format)));
     }
@@ -378,7 +383,8 @@ static json_t *space_json(const Kvkeep__V1__SpaceInfo *space)
 {
     ProtobufCBinaryData none = {0};
     return json_pack(
-        "{s:I, s:o, s:o, s:o, s:i, s:i, s:i, s:I, s:I, s:I, s:I, s:I, s:I, s:b, s:s, s:b, s:o}",
+        "{s:I, s:o, s:o, s:o, s:i, s:i, s:i, s:I, s:I, s:I, s:I, s:I, s:I, s:b, s:s, s:b, s:o, "
+        "s:o}",
         "space_id", (json_int_t)space->space_id, "tenant", ctl_json_text(space->tenant), "model",
         ctl_json_text(space->identity == NULL ? none : space->identity->model), "revision",
         ctl_json_text(space->identity == NULL ? none : space->identity->revision), "block_tokens",
@@ -388,7 +394,7 @@ static json_t *space_json(const Kvkeep__V1__SpaceInfo *space)
         (json_int_t)space->query_tokens, "hit_tokens", (json_int_t)space->hit_tokens, "generation",
         (json_int_t)space->generation, "is_public", space->is_public, "mode",
         ctl_mode_name(space->mode), "partial_reuse", space->partial_reuse, "disk_formats",
-        space_disk_formats(space));
+        space_formats(space, false), "host_formats", space_formats(space, true));
 }
 
 int ctl_spaces(const struct ctl_options *options, int argc, char **argv)

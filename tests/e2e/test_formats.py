@@ -1,5 +1,5 @@
-"""A compact format on disk, seen from outside: how a space says it, what comes back after a restart,
-what it takes beside the plan, and the example worker's two-path check over it."""
+"""Compact formats below the device, seen from outside: how a space says them, what comes back
+after a restart, what it takes beside the plan, and the example worker's two-path check over it."""
 
 import array
 import json
@@ -111,6 +111,127 @@ def test_what_cannot_be_converted(daemon, one):
     worker = Worker(daemon)
     with Refused(CODE.INVALID_ARGUMENT, field="groups[0].disk_format"):
         open_space(worker, groups=[one])
+    worker.leave()
+
+
+FEW_BLOCKS = """
+[tiers]
+device_bytes = {device}
+host_bytes = {host}
+huge_pages = no
+[durable]
+folder = {folder}
+disk_bytes = 16 MiB
+disk_admit_uses = 2
+keeper = process
+keeper_socket = {folder}.keeper
+keeper_hold_ms = 5 s
+"""
+
+
+def rounded(worker, space, values, seed):
+    """The blocks of a cached prompt, each near what was written, and one at least not the same."""
+    lease = worker.pin(space, values)
+    assert lease.cached_tokens == len(values)
+    blocks = worker.read(0, len(values) // BLOCK_TOKENS, lease_id=lease.lease_id)
+    for index, data in enumerate(blocks):
+        was = floats(block_bytes(repr((seed, index)), space.groups[0].block_bytes))
+        assert max(abs(a - b) for a, b in zip(was, floats(data))) <= 1 / 127
+    worker.call("Release", pb.ReleaseRequest(session_id=worker.id, lease_ids=[lease.lease_id]))
+    return blocks
+
+
+def kill(daemon):
+    daemon.process.kill()
+    daemon.process.wait()
+    for channel in daemon.channels:
+        channel.close()
+
+
+def few_blocks(folder, **tiers):
+    """The configuration, and a place for each of two daemons."""
+    places = [os.path.join(folder, str(i)) for i in range(2)]
+    for place in places:
+        os.mkdir(place)
+    return FEW_BLOCKS.format(folder=os.path.join(folder, "durable"), **tiers), places
+
+
+def test_memory_is_kept_beside_a_compact_disk(folder):
+    config, places = few_blocks(folder, device=0, host="32 KiB")
+    daemon = Daemon(places[0], config)
+    worker = Worker(daemon)
+    space = open_space(worker, groups=compact(pb.FORMAT_INT8_CHANNEL))
+    values = list(range(4 * BLOCK_TOKENS))
+    store(worker, space, values, seed=1)
+    for i in range(32):  # others
+        other = [1000 + 100 * i + j for j in range(4 * BLOCK_TOKENS)]
+        worker.close(worker.prefill(space, other, seed=2).sequence_id)
+    assert worker.lookup(space, values).disk_tokens == len(values)
+    blocks = rounded(worker, space, values, 1)
+    assert stats(worker)["kvkeep_disk_widened_blocks_total"] == 4
+    kill(daemon)
+    daemon = Daemon(places[1], config)
+    worker = Worker(daemon)
+    space = open_space(worker)
+    assert worker.lookup(space, values).host_tokens == len(values)
+    assert rounded(worker, space, values, 1) == blocks
+    figures = stats(worker)
+    assert figures["kvkeep_disk_widened_blocks_total"] == 0
+    assert figures["kvkeep_checksum_failures_total"] == 0
+    worker.leave()
+    daemon.stop()
+
+
+def test_a_compact_host_tier(folder):
+    config, places = few_blocks(folder, device="16 KiB", host="64 KiB")
+    daemon = Daemon(places[0], config)
+    worker = Worker(daemon)
+    space = open_space(worker, groups=[group(host_format=pb.FORMAT_INT8_CHANNEL)])
+    assert space.groups[0].host_format == space.groups[0].disk_format == pb.FORMAT_INT8_CHANNEL
+    assert 0 < space.groups[0].host_block_bytes < space.groups[0].block_bytes / 2
+    values = list(range(4 * BLOCK_TOKENS))
+    worker.close(worker.prefill(space, values, seed=1).sequence_id)
+    for i in range(16):  # others
+        other = [1000 + 100 * i + j for j in range(4 * BLOCK_TOKENS)]
+        worker.close(worker.prefill(space, other, seed=2).sequence_id)
+    assert worker.lookup(space, values).host_tokens == len(values)
+    blocks = rounded(worker, space, values, 1)
+    assert blocks != [block_bytes(repr((1, index)), len(data)) for index, data in enumerate(blocks)]
+
+    with Refused(CODE.FAILED_PRECONDITION, field="tier"):
+        worker.map_slots(space, pb.TIER_HOST)
+    with Refused(CODE.UNIMPLEMENTED, field="tier"):
+        worker.open(space, values, tier=pb.TIER_HOST)
+    sequence = worker.open(space, values)
+    assert sequence.cached_tokens == len(values)
+    assert worker.read(0, 4, sequence_id=sequence.sequence_id) == blocks
+    with Refused(CODE.UNIMPLEMENTED, field="host_format"):
+        worker.call("SwapOut", pb.SwapOutRequest(session_id=worker.id,
+                                              sequence_id=sequence.sequence_id))
+    worker.close(sequence.sequence_id)
+    measured = worker.call("Plan", pb.PlanRequest(space_id=space.space_id),
+                           stub=worker.admin).measured
+    assert measured[0].bytes_per_value == 4
+    assert measured[1].bytes_per_value == measured[1].planned_bytes_per_value < 2
+    assert "host int8_channel, disk int8_channel" in ctl(daemon, "spaces")
+    assert json.loads(ctl(daemon, "--json", "spaces"))[0]["host_formats"] == ["int8_channel"]
+
+    kill(daemon)
+    daemon = Daemon(places[1], config)
+    worker = Worker(daemon)
+    again = open_space(worker)
+    assert again.groups[0].host_format == pb.FORMAT_INT8_CHANNEL
+    assert rounded(worker, again, values, 1) == blocks, "memory of before, in its format"
+    worker.leave()
+    daemon.stop()
+
+
+def test_a_compact_host_tier_needs_a_device(start):
+    daemon = start("[tiers]\ndevice_bytes = 0\nhost_bytes = 1 MiB\nhuge_pages = no\n")
+    worker = Worker(daemon)
+    with Refused(CODE.UNIMPLEMENTED, field="groups[0].host_format"):
+        open_space(worker, groups=[group(host_format=pb.FORMAT_FP8_E4M3)])
+    open_space(worker)
     worker.leave()
 
 

@@ -69,6 +69,7 @@ class Space:
     shard_bytes: tuple[tuple[int, ...], ...]   # [group][stored shard]
     rank_shard: tuple[tuple[int, ...], ...]    # [group][rank]
     disk_block_bytes: tuple[int, ...] = ()     # [group] as stored there; 0: none is
+    host_block_bytes: tuple[int, ...] = ()
 
     def rank_bytes(self, group: int = 0, rank: int = 0) -> int:
         """Bytes of one block's shard of a rank: the stride between slots of its memory."""
@@ -192,7 +193,8 @@ class Client:
             block_bytes=tuple(group.block_bytes for group in response.groups),
             shard_bytes=tuple(tuple(group.shard_bytes) for group in response.groups),
             rank_shard=tuple(tuple(group.rank_shard) for group in response.groups),
-            disk_block_bytes=tuple(group.disk_block_bytes for group in response.groups))
+            disk_block_bytes=tuple(group.disk_block_bytes for group in response.groups),
+            host_block_bytes=tuple(group.host_block_bytes for group in response.groups))
 
     def lookup(self, space: Space, tokens: Tokens, *, leave_last: bool = False,
                retry: bool = False, read_ahead: bool = False) -> Lookup:

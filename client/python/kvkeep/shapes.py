@@ -112,6 +112,7 @@ class LayerGroup:
     sinks: int = 0
     opaque_bytes: int = 0
     disk_format: Format = Format.NONE  # in which blocks lie on disk; NONE: as in memory
+    host_format: Format = Format.NONE  # and in the host tier: then on disk too
 
     @property
     def value_size(self) -> int:
@@ -136,7 +137,8 @@ class LayerGroup:
             head_size_v=self.value_size, format_k=int(self.format_k),
             format_v=int(self.value_format), layout=int(self.layout),
             attention=int(self.attention), latent=self.latent, window=self.window,
-            sinks=self.sinks, disk_format=int(self.disk_format))
+            sinks=self.sinks, disk_format=int(self.disk_format),
+            host_format=int(self.host_format))
 
 
 @dataclasses.dataclass(frozen=True)
