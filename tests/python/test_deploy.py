@@ -65,7 +65,7 @@ def check_config(path):
 def test_example_configurations_are_right(tmp_path):
     samples = sorted((DEPLOY / "samples").glob("*.conf"))
     assert len(samples) == 3
-    for path in (DEPLOY / "kvkeepd.conf", DEPLOY / "docker" / "kvkeepd.conf", *samples):
+    for path in (DEPLOY / "kvkeepd.conf", *sorted((DEPLOY / "docker").glob("*.conf")), *samples):
         check_config(path)
     objects = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "kvkeep.yaml").read_text()))
     config = next(item for item in objects if item["kind"] == "ConfigMap")
@@ -90,13 +90,37 @@ def test_the_pod_is_not_privileged():
         assert container[probe]["httpGet"]["path"].startswith("/health/")
 
 
+def test_the_store_is_a_cluster_of_the_right_size():
+    """Six nodes are what the job and the compose file make a cluster of, with memory to spare."""
+    objects = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "fleet.yaml").read_text()))
+    for item in objects:
+        assert item["apiVersion"] and item["kind"] and item["metadata"]["namespace"] == "kvkeep"
+    store = next(item for item in objects if item["kind"] == "StatefulSet")["spec"]
+    job = next(item for item in objects if item["kind"] == "Job")["spec"]["template"]["spec"]
+    assert store["replicas"] == 6 and "for i in 0 1 2 3 4 5;" in job["containers"][0]["args"][0]
+    container = store["template"]["spec"]["containers"][0]
+    for one in (container, job["containers"][0]):
+        assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        checked = subprocess.run(["bash", "-n", "-c", one["args"][0]], check=False)
+        assert checked.returncode == 0
+    room = int(re.search(r"--maxmemory (\d+)gb", container["args"][0]).group(1))
+    assert room * 3 == int(container["resources"]["limits"]["memory"].removesuffix("Gi")) * 2
+    compose = yaml.safe_load((DEPLOY / "docker" / "fleet.yaml").read_text())["services"]
+    assert sum(name.startswith("redis-") for name in compose) == 6
+    config = (DEPLOY / "docker" / "kvkeepd-fleet.conf").read_text()
+    for seed in re.search(r"^seeds = (.*)$", config, re.M).group(1).split(","):
+        assert seed.removesuffix(":6379") in compose
+
+
 def test_compose_names_files_that_there_are():
-    compose = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())
-    for service in compose["services"].values():
-        for volume in service.get("volumes", []):
-            source = volume.split(":")[0]
-            if source.startswith("."):
-                assert (DEPLOY / "docker" / source).exists(), volume
+    made = {"./fleet.key"}  # by who starts it: a key
+    for name in ("compose.yaml", "fleet.yaml"):
+        compose = yaml.safe_load((DEPLOY / "docker" / name).read_text())
+        for service in compose["services"].values():
+            for volume in service.get("volumes", []):
+                source = volume.split(":")[0]
+                if source.startswith(".") and source not in made:
+                    assert (DEPLOY / "docker" / source).exists(), volume
     assert pathlib.Path(DEPLOY / "docker" / "Dockerfile").exists()
 
 
