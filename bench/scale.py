@@ -201,8 +201,8 @@ def simulate(options, name, store_share, by_prefix, admit_uses):
             fleet.sums.clear()  # what comes before fills the caches
         fleet.serve(prompts.draw())
     known = fleet.per_prompt("blocks") - fleet.per_prompt("new")
-    return {"name": name, "fleet": fleet, "known": known,
-            "local": fleet.per_prompt("local") / known, "fetched": fleet.per_prompt("fetched") / known,
+    return {"name": name, "known": known, "local": fleet.per_prompt("local") / known,
+            "fetched": fleet.per_prompt("fetched") / known,
             "asks": fleet.per_prompt("asks"), "fetches": fleet.per_prompt("fetched"),
             "sent": fleet.per_prompt("sent"), "events": fleet.per_prompt("events"),
             "blocks": fleet.per_prompt("blocks")}
@@ -228,7 +228,8 @@ def paper_sizes(options):
               ["names and headers in the store, of 1 % of the blocks",
                f"{NAME_BYTES + VALUE_HEADER} B", "",
                count(options.blocks * 0.01 * (NAME_BYTES + VALUE_HEADER)) + "B"]])
-    table("Bytes of blocks", ["model", "a block", "a node", "the fleet", "1 % in the store, twice"], [
+    head = ["model", "a block", "a node", "the fleet", "1 % in the store, twice"]
+    table("Bytes of blocks", head, [
         [name, count(size * BLOCK_TOKENS) + "B", count(node * size * BLOCK_TOKENS) + "B",
          count(options.blocks * size * BLOCK_TOKENS) + "B",
          count(options.blocks * 0.02 * size * BLOCK_TOKENS) + "B"] for name, size in MODELS])
@@ -290,8 +291,8 @@ def main():
         ("store of 10 %, longest prefix, sent at once", 0.1, True, 1),
         ("store of 1 %, longest prefix, sent at 6 uses", 0.01, True, 6),
         ("store of 1 %, any node, sent at 6 uses", 0.01, False, 6))]
-    table(f"Simulated, {count(options.prompts)} prompts of {rows[0]['blocks']:.0f} blocks, of which "
-          f"{rows[0]['known']:.0f} somebody computed before",
+    table(f"Simulated, {count(options.prompts)} prompts of {rows[0]['blocks']:.0f} blocks, of "
+          f"which {rows[0]['known']:.0f} somebody computed before",
           ["", "known blocks hit here", "from the store", "computed again", "asked", "fetched",
            "sent", "events, a prompt"],
           [[row["name"], f"{100 * row['local']:.1f} %", f"{100 * row['fetched']:.1f} %",

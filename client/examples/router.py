@@ -29,6 +29,7 @@ from kvkeep.v1 import kvkeep_pb2 as pb
 from kvkeep.v1 import kvkeep_pb2_grpc as rpc
 
 RETRY_SECONDS = 1.0
+BUSY_TOKENS = 512  # a prompt under way on a node counts as so many tokens that it has not cached
 
 
 def digest(parent, tokens):
@@ -193,13 +194,14 @@ class Router:
             return counts
 
     def choose(self, model, revision, tokens, adapter=b""):
-        """(address, tokens cached there): the longest prefix, and of equal ones the node that has
-        the fewest prompts under way. None where no node is in reach."""
+        """(address, tokens cached there): the longest prefix, less what the prompts under way
+        there weigh; without that, what all prompts begin with would draw them all to one node.
+        None where no node is in reach."""
         counts = self.longest(model, revision, tokens, adapter)
         ready = [node for node in self.nodes if node.address in counts]
         if not ready:
             return None
-        best = max(ready, key=lambda node: (counts[node.address], -node.sent))
+        best = max(ready, key=lambda node: counts[node.address] - BUSY_TOKENS * node.sent)
         return best.address, counts[best.address]
 
     def await_ready(self, seconds=10):

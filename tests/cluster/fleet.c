@@ -13,7 +13,7 @@
 
 #include "daemon/fleet_internal.h"
 #include "hosttier/catalogue.h"
-#include "remote_client.h"
+#include "tests/cluster/remote_client.h"
 
 #define AGE_MS 200
 #define WAIT_MS 10000

@@ -137,8 +137,9 @@ class Daemon:
         return grpc.insecure_channel(target or self.target, options=[
             ("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", 64 << 20)])
 
-    def ctl(self, *words):
-        return run(str(self.machine.house.bin / "kvkeepctl"), "--socket", self.socket, *words)
+    def ctl(self, *words, check=True):
+        return run(str(self.machine.house.bin / "kvkeepctl"), "--connect", self.target, *words,
+                   check=check)
 
     def stop(self):
         if self.process.poll() is None:

@@ -12,7 +12,7 @@
 
 #include "daemon/fleet_nodes.h"
 #include "hosttier/catalogue.h"
-#include "remote_client.h"
+#include "tests/cluster/remote_client.h"
 
 #define INTERVAL_MS 200
 #define NODES 24

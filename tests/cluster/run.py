@@ -43,6 +43,7 @@ admit_uses = 1
 fetch_tokens = 1
 node_timeout_ms = 300 ms
 generation_ms = 500 ms
+node_name = {name}
 """
 
 
@@ -175,10 +176,10 @@ class Fleet:
 
     def start(self):
         self.house.cluster_start()
-        config = CONFIG + REMOTE.format(seeds=self.house.seeds(), key=self.house.key)
         self.alone = fleet_house.Daemon(self.house.all[0], CONFIG, "alone")
         for machine in self.house.all:
-            machine.daemon_start(config)
+            machine.daemon_start(CONFIG + REMOTE.format(
+                seeds=self.house.seeds(), key=self.house.key, name=f"machine-{machine.index + 1}"))
         self.nodes = [fleet_load.Node(m.daemon) for m in self.house.all]
 
     def come_back(self, nodes=range(COUNT), seconds=BACK_SECONDS):
@@ -220,11 +221,12 @@ class Fleet:
         p99, p99_alone = [statistics.quantiles(t, n=100)[98] if len(t) > 100 else 0
                           for t in (times, alone)]
         self.shown.rows.append({
-            "name": name, "p99": p99, "alone": p99_alone, "share": counts["found"] / max(1, counts["wanted"]),
+            "name": name, "p99": p99, "alone": p99_alone,
+            "share": counts["found"] / max(1, counts["wanted"]),
             **{key: counts[key] for key in ("prompts", "wrong", "failed")}})
-        print(f"  {counts['prompts']} prompts, {counts['found']} of {counts['wanted']} blocks found,"
-              f" {counts['wrong']} wrong, {counts['failed']} calls failed; local p99 {p99:.0f} us,"
-              f" without a store {p99_alone:.0f} us")
+        print(f"  {counts['prompts']} prompts, {counts['found']} of {counts['wanted']} blocks "
+              f"found, {counts['wrong']} wrong, {counts['failed']} calls failed; "
+              f"local p99 {p99:.0f} us, without a store {p99_alone:.0f} us")
         self.shown.check(counts["prompts"] > 0, f"{name}: no prompt came through")
         self.shown.check(counts["wrong"] == 0, f"{name}: {counts['wrong']} wrong blocks")
         self.shown.check(counts["failed"] == 0, f"{name}: {counts['failed']} calls failed")
@@ -251,6 +253,30 @@ class Fleet:
                                  f"prompt {prompt} on {index + 1}: {cached}, {found}, {wrong}")
         other = [fleet_load.Node(m.daemon, model="other") for m in self.house.all]
         self.shown.check(other[1].await_cached(10_000, 1) == 0, "another model has its own")
+
+    def fleet_lists(self, asked, count, seconds):
+        """kvkeepctl fleet of this machine's daemon names so many."""
+        daemon = self.house.all[asked].daemon
+        found = []
+
+        def listed():
+            found[:] = [json.loads(daemon.ctl("--json", "fleet", check=False).stdout or "{}")
+                        .get("nodes", [])]
+            return len(found[0]) == count
+        self.house.await_(listed, f"kvkeepctl fleet lists {count} on {asked + 1}", seconds)
+        return found[0]
+
+    def fleet_ages(self):
+        """A daemon that dies without a word is not listed any more, half a minute later."""
+        print("a daemon that dies:", flush=True)
+        daemon = self.house.all[2].daemon
+        daemon.process.kill()
+        daemon.process.wait()
+        self.house.all[2].daemon = None
+        begun = time.monotonic()
+        self.fleet_lists(0, 2, 60)
+        print(f"  is not listed any more after {time.monotonic() - begun:.0f} s")
+        print(self.house.all[0].daemon.ctl("fleet").stdout)
 
     def master_kill(self):
         host, port = self.house.masters()[0]
@@ -332,6 +358,10 @@ class Fleet:
     def steps(self):
         seconds = self.options.seconds
         self.cold()
+        for asked in range(COUNT):
+            nodes = self.fleet_lists(asked, COUNT, 30)
+            self.shown.check([node["self"] for node in nodes].count(True) == 1,
+                             "one node of the fleet answers")
         self.load = Load(self.house, self.stubs, self.alone)
         time.sleep(3)
         self.step("calm", [])
@@ -355,6 +385,7 @@ class Fleet:
         self.step("foreign writer", [(0, self.scribble), (seconds, self.scribble_end)])
         self.step("calm again", [])
         self.load.stop()
+        self.fleet_ages()
 
     def run(self):
         try:
@@ -362,9 +393,10 @@ class Fleet:
             self.steps()
             self.shown.table()
             for machine in self.house.all:
-                self.shown.check(machine.daemon.stop() == 0,
-                                 f"daemon {machine.index + 1} did not end well")
-                machine.daemon = None
+                if machine.daemon is not None:
+                    self.shown.check(machine.daemon.stop() == 0,
+                                     f"daemon {machine.index + 1} did not end well")
+                    machine.daemon = None
         except AssertionError as error:
             self.shown.check(False, str(error))
         finally:

@@ -27,7 +27,8 @@ fi
 prepare='mkdir -p /run/netns && mount -t tmpfs none /run/netns && ip link set lo up && exec "$@"'
 if command -v ip >/dev/null &&
     "${inside[@]}" bash -c 'mkdir -p /run/netns && mount -t tmpfs none /run/netns &&
-        ip link set lo up && ip netns add try && ip link add c0 type veth peer name c1' 2>/dev/null; then
+        ip link set lo up && ip netns add try && ip link add c0 type veth peer name c1' \
+        2>/dev/null; then
     exec "${inside[@]}" bash -c "$prepare" bash "$python" "$here/run.py" --machines "$@"
 fi
 echo "no network namespaces here: all on loopback, and no partition" >&2
