@@ -38,6 +38,7 @@ struct item {
     uint64_t position;
     enum kvk_tier tier;
     bool good;
+    uint8_t *narrow;                /* where its bytes come to; NULL: its slot */
     bool wrong;                     /* what lies there is not right, and never will be */
     struct kvk_remote_block *block; /* in its round's */
     uint8_t *witness;               /* as it came */
@@ -51,6 +52,7 @@ struct round {
     struct kvk_remote_block *blocks; /* [count] by group; ours, as the next two */
     struct kvk_remote_piece *pieces;
     uint8_t *witnesses;
+    uint8_t *narrow; /* blocks that come in a compact form, and are widened into their slots */
 };
 
 struct work {
@@ -413,11 +415,11 @@ static bool round_begin(struct work *work, struct round *round, uint64_t next)
                 continue;
             }
             *item = (struct item){.group = g, .position = next};
-            enough =
-                target_of(group, &item->tier) &&
-                (bytes == 0 || bytes + group->block_bytes <= round_bytes_max(work, item->tier)) &&
-                slot_get_drops(work, group, item->tier, &item->slot);
-            bytes += group->block_bytes;
+            enough = target_of(group, &item->tier) &&
+                     (bytes == 0 || bytes + group->forms[item->tier].block_bytes <=
+                                        round_bytes_max(work, item->tier)) &&
+                     slot_get_drops(work, group, item->tier, &item->slot);
+            bytes += group->forms[item->tier].block_bytes;
             round->count += enough ? 1 : 0;
         }
         if (!enough) {
@@ -437,13 +439,19 @@ static bool round_allocate(struct work *work, struct round *round)
 {
     uint64_t pieces = 0;
     KVK_ASSERT(round->count > 0);
+    uint64_t narrow_bytes = 0;
     for (uint32_t i = 0; i < round->count; i++) {
-        pieces += 1 + work->space->groups[round->items[i].group]->shard_count;
+        const struct kvk_group *group = work->space->groups[round->items[i].group];
+        bool converts = kvk_remote_converts(group, round->items[i].tier);
+        pieces += 1 + group->shard_count;
+        narrow_bytes += converts ? kvk_remote_form(group)->block_bytes : 0;
     }
+    round->narrow = narrow_bytes > 0 ? malloc(narrow_bytes) : NULL;
     round->blocks = calloc(round->count, sizeof(*round->blocks));
     round->pieces = calloc(pieces, sizeof(*round->pieces));
     round->witnesses = malloc((size_t)round->count * work->witness_bytes);
-    return round->blocks != NULL && round->pieces != NULL && round->witnesses != NULL;
+    return round->blocks != NULL && round->pieces != NULL && round->witnesses != NULL &&
+           (round->narrow != NULL || narrow_bytes == 0);
 }
 
 static void round_free(struct round *round)
@@ -451,6 +459,8 @@ static void round_free(struct round *round)
     free(round->blocks);
     free(round->pieces);
     free(round->witnesses);
+    free(round->narrow);
+    round->narrow = NULL;
     round->blocks = NULL;
     round->pieces = NULL;
     round->witnesses = NULL;
@@ -461,10 +471,14 @@ static uint32_t item_pieces(const struct work *work, struct item *item,
                             struct kvk_remote_piece *pieces)
 {
     const struct kvk_group *group = work->space->groups[item->group];
+    const struct kvk_tier_form *form = kvk_remote_form(group);
+    uint8_t *narrow = item->narrow;
     pieces[0] = (struct kvk_remote_piece){item->witness, work->witness_bytes};
     for (uint32_t shard = 0; shard < group->shard_count; shard++) {
         pieces[1 + shard] = (struct kvk_remote_piece){
-            kvk_slot_address(group, item->tier, item->slot, shard), group->shard_bytes[shard]};
+            narrow != NULL ? narrow : kvk_slot_address(group, item->tier, item->slot, shard),
+            form->shard_bytes[shard]};
+        narrow += narrow != NULL ? form->shard_bytes[shard] : 0;
     }
     return 1 + group->shard_count;
 }
@@ -493,9 +507,17 @@ static void item_judge(struct work *work, struct item *item, uint64_t *failed, u
         (*forged)++;
         return;
     }
+    const struct kvk_tier_form *form = kvk_remote_form(group);
+    const uint8_t *narrow = item->narrow;
     for (uint32_t shard = 0; shard < group->shard_count; shard++) {
-        item->checksums[shard] = kvk_checksum(
-            kvk_slot_address(group, item->tier, item->slot, shard), group->shard_bytes[shard]);
+        uint8_t *target = kvk_slot_address(group, item->tier, item->slot, shard);
+        if (narrow != NULL) {
+            kvk_tier_form_widen(form, &group->geometry, shard, narrow, target,
+                                &item->checksums[shard]);
+            narrow += form->shard_bytes[shard];
+        } else {
+            item->checksums[shard] = kvk_checksum(target, form->shard_bytes[shard]);
+        }
     }
     item->good = true;
 }
@@ -529,6 +551,7 @@ static void round_fetch(struct work *work, struct round *round)
     uint32_t batch_count = 0;
     uint32_t done = 0;
     struct kvk_remote_piece *pieces = round->pieces;
+    uint8_t *narrow = round->narrow;
     for (uint32_t g = 0; g < work->space->group_count; g++) {
         uint32_t first = done;
         for (uint32_t i = 0; i < round->count; i++) {
@@ -538,6 +561,10 @@ static void round_fetch(struct work *work, struct round *round)
             }
             item->block = &round->blocks[done];
             item->witness = round->witnesses + (size_t)done * work->witness_bytes;
+            if (kvk_remote_converts(work->space->groups[g], item->tier)) {
+                item->narrow = narrow;
+                narrow += kvk_remote_form(work->space->groups[g])->block_bytes;
+            }
             uint32_t count = item_pieces(work, item, pieces);
             *item->block = (struct kvk_remote_block){
                 .id = work->chains[g].asked[item->position].id,

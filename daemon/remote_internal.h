@@ -123,10 +123,24 @@ void kvk_remote_run(struct kvk_remote_store *store, struct kvk_remote_batch *bat
 /* Estimate, to bring so many bytes. */
 uint64_t kvk_remote_fetch_ns(struct kvk_remote_store *store, uint64_t bytes);
 
+/* How the group's blocks lie in the store: as compact as any tier below may have them. */
+static inline const struct kvk_tier_form *kvk_remote_form(const struct kvk_group *group)
+{
+    bool host = group->forms[KVK_TIER_HOST].compact || !group->forms[KVK_TIER_DISK].compact;
+    return &group->forms[host ? KVK_TIER_HOST : KVK_TIER_DISK];
+}
+
+/* Does what lies in the tier lie otherwise in the store? */
+static inline bool kvk_remote_converts(const struct kvk_group *group, enum kvk_tier tier)
+{
+    return kvk_remote_form(group)->compact && !group->forms[tier].compact;
+}
+
 /* Bytes of a block of the group as it lies in the store. */
 static inline uint64_t kvk_remote_stored_bytes(const struct kvk_group *group)
 {
-    return group->block_bytes + kvk_fleet_witness_bytes(group->space->block_tokens);
+    return kvk_remote_form(group)->block_bytes +
+           kvk_fleet_witness_bytes(group->space->block_tokens);
 }
 
 /* ---- remote_ask.c ---- */

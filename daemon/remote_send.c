@@ -29,6 +29,7 @@ struct entry {
     uint32_t first_piece; /* of its copies, a shard each */
     struct kvk_remote_id name;
     uint8_t *witness; /* [witness bytes of its space] */
+    bool converts;    /* what was copied is in its own form still */
     bool wanted;      /* not there */
     bool staged;
 };
@@ -47,6 +48,9 @@ struct batch {
     struct kvk_remote_piece *pieces; /* ours, as the next ones */
     struct kvk_copy *copies;
     uint64_t *sums;
+    uint8_t *narrow; /* [narrow_bytes] compact forms of what was copied */
+    uint64_t narrow_bytes;
+    uint64_t own_bytes; /* of all blocks, as they may lie in memory */
     uint8_t *witnesses; /* [witness_bytes] */
     uint64_t witness_bytes;
 };
@@ -298,6 +302,9 @@ static enum gathering gather_one(struct kvk_remote_store *store, struct batch *b
     }
     batch->entries[batch->count++] = (struct entry){.group = group, .id = id, .batch = place};
     batch->bytes += bytes;
+    batch->own_bytes += group->block_bytes;
+    batch->narrow_bytes +=
+        kvk_remote_form(group)->compact ? kvk_remote_form(group)->block_bytes : 0;
     batch->witness_bytes += kvk_fleet_witness_bytes(group->space->block_tokens);
     store->flags[id] |= KVK_REMOTE_SENDING; /* what hangs below it can follow */
     group->space->reference_count++;        /* stays, whatever becomes of its blocks */
@@ -314,8 +321,9 @@ static bool batch_allocate(struct batch *batch)
     batch->copies = calloc(shards, sizeof(*batch->copies));
     batch->sums = calloc(shards, sizeof(*batch->sums));
     batch->witnesses = malloc(batch->witness_bytes);
-    return batch->pieces != NULL && batch->copies != NULL && batch->sums != NULL &&
-           batch->witnesses != NULL;
+    batch->narrow = batch->narrow_bytes > 0 ? malloc(batch->narrow_bytes) : NULL;
+    return (batch->narrow != NULL || batch->narrow_bytes == 0) && batch->pieces != NULL &&
+           batch->copies != NULL && batch->sums != NULL && batch->witnesses != NULL;
 }
 
 static void batch_free(struct batch *batch)
@@ -327,6 +335,7 @@ static void batch_free(struct batch *batch)
     free(batch->copies);
     free(batch->sums);
     free(batch->witnesses);
+    free(batch->narrow);
     free(batch);
 }
 
@@ -477,15 +486,19 @@ static uint32_t stage_begin(struct kvk_remote_store *store, struct batch *batch)
             continue;
         }
         entry->source = kvk_block_tier(block);
+        if (kvk_remote_form(group)->compact && (block->tier_mask & (1U << KVK_TIER_HOST)) != 0) {
+            entry->source = KVK_TIER_HOST; /* where it may be compact already */
+        }
+        entry->converts = kvk_remote_converts(group, entry->source);
         entry->staged = true;
         entry->first_piece = count;
         for (uint32_t shard = 0; shard < group->shard_count; shard++, count++) {
             batch->copies[count] =
                 (struct kvk_copy){.target = target,
                                   .source = kvk_block_address(cache, block, entry->source, shard),
-                                  .size_bytes = group->shard_bytes[shard],
+                                  .size_bytes = group->forms[entry->source].shard_bytes[shard],
                                   .checksum = &batch->sums[count]};
-            target += group->shard_bytes[shard];
+            target += group->forms[entry->source].shard_bytes[shard];
         }
         kvk_block_borrow(cache, entry->id, entry->source);
     }
@@ -527,6 +540,30 @@ static void stage_end(struct kvk_remote_store *store, struct batch *batch, bool 
     }
 }
 
+/* Compact forms of what was copied in its own. A block that has none is not sent. How many. */
+static uint64_t narrow_unlocked(struct batch *batch)
+{
+    uint8_t *target = batch->narrow;
+    uint64_t unfit = 0;
+    for (uint32_t i = 0; i < batch->count; i++) {
+        struct entry *entry = &batch->entries[i];
+        const struct kvk_tier_form *form = kvk_remote_form(entry->group);
+        for (uint32_t shard = 0;
+             shard < entry->group->shard_count && entry->staged && entry->converts; shard++) {
+            struct kvk_copy *copy = &batch->copies[entry->first_piece + shard];
+            struct kvk_error error;
+            uint64_t sum;
+            entry->staged = kvk_tier_form_narrow(&entry->group->geometry, form, shard, copy->target,
+                                                 target, &sum, &error) == KVK_OK;
+            unfit += entry->staged ? 0 : 1;
+            copy->target = target;
+            copy->size_bytes = form->shard_bytes[shard];
+            target += form->shard_bytes[shard];
+        }
+    }
+    return unfit;
+}
+
 static void stage_drops(struct kvk_remote_store *store, struct batch *batch)
 {
     struct kvk_cache *cache = store->cache;
@@ -543,6 +580,12 @@ static void stage_drops(struct kvk_remote_store *store, struct batch *batch)
     kvk_lock(&cache->lock);
     cache->stats.copy_failures += status == KVK_OK ? 0 : 1;
     stage_end(store, batch, status == KVK_OK);
+    if (batch->narrow_bytes > 0) {
+        kvk_unlock(&cache->lock);
+        uint64_t unfit = narrow_unlocked(batch);
+        kvk_lock(&cache->lock);
+        store->stats.unfit_blocks += unfit;
+    }
 }
 
 /* ---- Storing ---- */
@@ -637,7 +680,7 @@ static bool batch_drops(struct kvk_remote_store *store)
     bool answered = true;
     if (batch->count > 0) {
         kvk_unlock(&cache->lock);
-        bool ready = batch_allocate(batch) && buffer_reserve(store, batch->bytes);
+        bool ready = batch_allocate(batch) && buffer_reserve(store, batch->own_bytes);
         kvk_lock(&cache->lock);
         if (ready) {
             names_find_drops(store, batch);

@@ -276,7 +276,7 @@ static enum kvk_status groups_init(const struct kvk_cache *cache, const struct k
     const struct kvk_remote_config *config = &cache->config->remote;
     for (uint32_t g = 0; g < space->group_count; g++) {
         const struct kvk_group *group = space->groups[g];
-        const struct kvk_geometry *geometry = &group->geometry;
+        const struct kvk_geometry *geometry = &kvk_remote_form(group)->geometry;
         uint8_t shape[KVK_REMOTE_KEY_SIZE];
         uint64_t limit = config->batch_bytes * LARGE_BLOCKS;
         if (kvk_remote_stored_bytes(group) > limit) {

@@ -121,6 +121,7 @@ struct kvk_remote_stats {
     uint64_t send_failures;   /* blocks */
     uint64_t late_blocks;     /* had left memory before their turn */
     uint64_t unworthy_blocks; /* quicker computed than fetched */
+    uint64_t unfit_blocks;    /* not finite: without a form that the store takes */
     uint64_t over_budget_blocks;
 };
 

@@ -52,6 +52,7 @@ static const struct named stats[] = {
     STAT(send_failures),
     STAT(late_blocks),
     STAT(unworthy_blocks),
+    STAT(unfit_blocks),
     STAT(over_budget_blocks),
 };
 

@@ -284,6 +284,12 @@ Test(engine_remote, scribbled_values_are_misses, .timeout = 60)
         /* Here it is computed again, and takes the place of what they made of it. */
         stage_cache(&b, tokens, 40, i);
         NODE_UNTIL(&b, report.stats.sent_blocks + report.stats.present_blocks >= 10);
+        struct stage c;
+        node_init(&c, &server);
+        node_start(&c, 64);
+        node_await(&c, tokens, TOKENS, 40);
+        verify_hit(&c, tokens, TOKENS, 40, i);
+        stage_stop(&c);
         stage_stop(&b);
         (void)remote_each(&server, "redis.call('DEL', k)");
     }
