@@ -64,6 +64,16 @@ static bool is_worth_it(const struct kvk_cache *cache, const struct kvk_space *s
     return recompute_ns == 0 || recompute_ns > kvk_tier_load_ns(cache, bytes);
 }
 
+/* Where copies lie as the worker wrote them: a compact one cannot be written on. */
+static uint8_t own_form_tiers(const struct kvk_group *group)
+{
+    uint8_t mask = 0;
+    for (int tier = 0; tier < KVK_MEMORY_TIER_COUNT; tier++) {
+        mask |= (uint8_t)(group->forms[tier].compact ? 0 : 1U << tier);
+    }
+    return mask;
+}
+
 /* Try behind `blocks` whole blocks. */
 static bool part_find(struct kvk_cache *cache, const struct kvk_space *space,
                       const uint32_t roots[KVK_GROUP_COUNT_MAX], const struct kvk_prompt *prompt,
@@ -82,7 +92,8 @@ static bool part_find(struct kvk_cache *cache, const struct kvk_space *space,
         struct kvk_partial partial = {.tokens = 0};
         if (roots[g] != KVK_ROOT_NONE &&
             place_find(cache, &content, g, roots[g], blocks, prefix, &cursor)) {
-            kvk_index_match_part(cache->index, &content, &cursor, KVK_MEMORY_TIER_MASK, &partial);
+            kvk_index_match_part(cache->index, &content, &cursor, own_form_tiers(space->groups[g]),
+                                 &partial);
         }
         if (partial.tokens == 0) {
             return false;

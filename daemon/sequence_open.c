@@ -653,6 +653,7 @@ static enum kvk_status open_try(struct opening *opening, struct kvk_sequence_rep
     if (status != KVK_OK) {
         return status;
     }
+    KVK_ASSERT(opening->sequence != NULL);
     opening->sequence->extra_bytes = opening->extra_bytes;
 
     kvk_lock(&cache->lock);

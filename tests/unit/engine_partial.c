@@ -297,6 +297,25 @@ Test(partial, ranks_groups_and_tiers)
     stage_stop(&stage);
 }
 
+/* A copy in a compact format is nothing to go on writing in: it is left where it is. */
+Test(partial, not_from_a_compact_copy)
+{
+    struct stage stage;
+    uint32_t tokens[12];
+    partial_start(&stage, 0, 64);
+    prompt_like(tokens, 12, 12);
+    stage_cache(&stage, tokens, 12, 1);
+    prompt_like(tokens, 12, 11);
+    kvk_lock(&stage.house.cache->lock);
+    struct kvk_space *space = kvk_table_get(&stage.house.cache->space_table, stage.space);
+    kvk_unlock(&stage.house.cache->lock);
+    cr_expect_eq(stage_hit(&stage, tokens, 12, false), 11U);
+    space->groups[0]->forms[KVK_TIER_HOST].compact = true; /* as if */
+    cr_expect_eq(stage_hit(&stage, tokens, 12, false), 8U);
+    space->groups[0]->forms[KVK_TIER_HOST].compact = false;
+    stage_stop(&stage);
+}
+
 /* Where one group has less, all take that: a boundary is one for all of them. */
 Test(partial, groups_agree)
 {

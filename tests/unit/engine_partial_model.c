@@ -143,25 +143,40 @@ static uint64_t reference(const struct model *model, const struct prompt *asked,
     return first + *part;
 }
 
+/* What was found has the right bytes; the rest is written, and all of it sealed. */
+static void sequence_finish(struct stage *stage, const struct prompt *asked,
+                            const struct kvk_sequence_reply *reply)
+{
+    uint64_t id = reply->sequence_id;
+    for (uint64_t t = 0; t < reply->cached_tokens; t++) {
+        stage_verify(stage, id, t, t + 1, tag_of(asked, t));
+    }
+    for (uint64_t t = reply->cached_tokens; t < asked->length; t++) {
+        STAGE_OK(stage, stage_try_write(stage, id, 0, 0, t, t + 1, tag_of(asked, t)));
+    }
+    stage_seal(stage, id);
+    stage_check(stage);
+    stage_close(stage, id);
+}
+
 static void round_run(struct model *model)
 {
     struct prompt asked;
     struct stage *stage = &model->stage;
     prompt_pick(&model->random, &asked);
-    bool leave_last = kvk_random_below(&model->random, 2) == 0;
     const struct kvk_open_request request = {.prompt = {.tokens = asked.tokens,
                                                         .token_count = asked.length,
                                                         .spans = asked.spans,
                                                         .span_count = asked.span_count,
                                                         .salt = &asked.salt,
                                                         .salt_size = asked.salt > 0 ? 1 : 0},
-                                             .leave_last = leave_last,
+                                             .leave_last = kvk_random_below(&model->random, 2) == 0,
                                              .tier = (int)kvk_random_below(&model->random, 2)};
     uint64_t part;
-    uint64_t expected =
-        reference(model, &asked, leave_last ? asked.length - 1 : asked.length, &part);
+    uint64_t limit = request.leave_last ? asked.length - 1 : asked.length;
+    uint64_t expected = reference(model, &asked, limit, &part);
     const struct kvk_lookup_request lookup = {
-        .space_id = stage->space, .prompt = request.prompt, .leave_last = leave_last};
+        .space_id = stage->space, .prompt = request.prompt, .leave_last = request.leave_last};
     struct kvk_lookup_reply found;
     STAGE_OK(stage, kvk_lookup(stage->house.cache, &stage->house.caller, &lookup, &found,
                                &stage->house.error));
@@ -173,16 +188,7 @@ static void round_run(struct model *model)
                  (unsigned long)expected);
     cr_assert_eq(reply.partial_tokens, part);
     model->partial_hits += part > 0 ? 1 : 0;
-    for (uint64_t t = 0; t < expected; t++) {
-        stage_verify(stage, reply.sequence_id, t, t + 1, tag_of(&asked, t));
-    }
-    for (uint64_t t = expected; t < asked.length; t++) {
-        STAGE_OK(stage,
-                 stage_try_write(stage, reply.sequence_id, 0, 0, t, t + 1, tag_of(&asked, t)));
-    }
-    stage_seal(stage, reply.sequence_id);
-    stage_check(stage);
-    stage_close(stage, reply.sequence_id);
+    sequence_finish(stage, &asked, &reply);
     model->sealed[model->sealed_count++] = asked;
 }
 
