@@ -166,7 +166,9 @@ static void derive(const uint8_t key[KVK_FLEET_KEY_SIZE], const char *salt, cons
     size_t size = strlen(tenant);
     KVK_ASSERT(size <= KVK_FLEET_NAME_MAX);
     hmac_once((const uint8_t *)salt, strlen(salt), key, KVK_FLEET_KEY_SIZE, extracted);
-    memcpy(info, tenant, size);
+    for (size_t i = 0; i < size; i++) {
+        info[i] = (uint8_t)tenant[i];
+    }
     info[size] = 1; /* the first block of HKDF's output, and the only one */
     hmac_once(extracted, sizeof(extracted), info, size + 1, secret);
     kvk_secret_wipe(extracted, sizeof(extracted));

@@ -46,7 +46,8 @@ void client_fail(void)
     _exit(1);
 }
 
-static void on_signal(int number)
+/* No servers are left behind, however it ends. */
+static void on_signal(int number) /* NOLINT(bugprone-signal-handler): this test's last act */
 {
     (void)number;
     client_fail();
@@ -163,6 +164,19 @@ static void await_count(struct node *node, uint32_t wanted)
     }
 }
 
+static bool same_numbers(const struct kvk_fleet_node *a, const struct kvk_fleet_node *b)
+{
+    return strcmp(a->address, b->address) == 0 && strcmp(a->events, b->events) == 0 &&
+           strcmp(a->version, b->version) == 0 && a->started_s == b->started_s &&
+           memcmp(a->used_bytes, b->used_bytes, sizeof(a->used_bytes)) == 0 &&
+           memcmp(a->limit_bytes, b->limit_bytes, sizeof(a->limit_bytes)) == 0 &&
+           memcmp(a->uses, b->uses, sizeof(a->uses)) == 0 &&
+           a->fetched_blocks == b->fetched_blocks && a->lookups == b->lookups &&
+           a->lookup_tokens == b->lookup_tokens && a->hit_tokens == b->hit_tokens &&
+           a->sent_bytes == b->sent_bytes && a->fetched_bytes == b->fetched_bytes &&
+           a->spaces == b->spaces && a->store_state == b->store_state && a->draining == b->draining;
+}
+
 static void said_right(struct node *asked)
 {
     struct kvk_fleet_node *nodes = NULL;
@@ -176,7 +190,7 @@ static void said_right(struct node *asked)
         wanted.at_s = nodes[i].at_s;
         wanted.number = nodes[i].number;
         CHECK(strcmp(nodes[i].name, wanted.name) == 0);
-        CHECK(memcmp(&nodes[i], &wanted, sizeof(wanted)) == 0);
+        CHECK(same_numbers(&nodes[i], &wanted));
         CHECK(wanted.number > 0 && wanted.at_s + 60 > (uint64_t)time(NULL));
     }
     free(nodes);
