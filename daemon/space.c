@@ -72,12 +72,6 @@ static enum kvk_status check_host_is_possible(const struct kvk_cache *cache,
                             "write is never compact",
                             field);
         }
-        if (cache->remote != NULL) {
-            return kvk_fail(error, KVK_UNSUPPORTED, KVK_CAUSE_FIELD, field,
-                            "%s: does not go with a remote store, which has blocks as they were "
-                            "sealed",
-                            field);
-        }
     }
     return KVK_OK;
 }

@@ -4,6 +4,8 @@
  */
 #include "tests/engine_remote.h"
 
+#include <math.h>
+
 #define TOKENS 41U /* ten blocks, and one token to compute */
 
 static void ten_blocks(uint32_t tokens[TOKENS], uint32_t first)
@@ -666,6 +668,145 @@ Test(engine_remote, queues_are_bounded, .timeout = 60)
     cr_assert_gt(node_report(&a).stats.offers_dropped, 0);
     stage_stop(&a);
     remote_server_stop(&server);
+}
+
+/* ---- Compact forms ---- */
+
+#define FORM_BLOCKS 4U
+
+/* A node whose space may have its blocks compact below: in the host tier, or on disk alone. */
+static void form_start(struct stage *node, const struct remote_server *server, bool host,
+                       struct kvk_tier_form *form)
+{
+    struct kvk_geometry geometry = house_geometry();
+    struct kvk_space_request request = {.block_tokens = 4, .group_count = 1};
+    struct kvk_space_reply reply;
+    geometry.head_size_k = geometry.head_size_v = 64;
+    node_init(node, server);
+    node->geometry = geometry;
+    node->block_bytes = kvk_geometry_block_bytes(&geometry);
+    const struct house_options options = {.device_bytes = host ? 32 * node->block_bytes : 0,
+                                          .host_bytes = 32 * node->block_bytes,
+                                          .threads = true};
+    house_start(&node->house, &options);
+    request.identity.parts[KVK_IDENTITY_MODEL - 1] = house_view("compact");
+    request.groups[0] = geometry;
+    request.host_formats[0] = host ? KVK_FORMAT_INT8_32 : KVK_FORMAT_NONE;
+    request.disk_formats[0] = KVK_FORMAT_INT8_32;
+    STAGE_OK(node, kvk_space_open(node->house.cache, &node->house.caller, &request, &reply,
+                                  &node->house.error));
+    node->space = reply.space_id;
+    node->session = house_session(&node->house);
+    kvk_tier_form_init(form, &geometry, KVK_FORMAT_INT8_32);
+    node_ready(node);
+}
+
+/* The values of a block; what is not finite has no compact form. */
+static void form_values(float *values, uint64_t count, uint64_t block, bool finite)
+{
+    struct kvk_random random;
+    kvk_random_init(&random, block + 1);
+    for (uint64_t i = 0; i < count; i++) {
+        values[i] = (float)(kvk_random_unit(&random) * 4 - 2);
+    }
+    values[count / 2] = finite ? values[count / 2] : NAN;
+}
+
+static void form_cache(struct stage *node, const uint32_t *tokens, bool finite)
+{
+    struct kvk_sequence_reply reply = stage_open(node, tokens, FORM_BLOCKS * 4);
+    float *values = malloc(node->block_bytes);
+    cr_assert_not_null(values);
+    for (uint64_t block = 0; block < FORM_BLOCKS; block++) {
+        form_values(values, node->block_bytes / sizeof(*values), tokens[0] + block,
+                    finite || block != 2);
+        const struct kvk_write_piece piece = {.block = block,
+                                              .data = (const uint8_t *)values,
+                                              .size_bytes = node->block_bytes,
+                                              .checksum = kvk_checksum(values, node->block_bytes)};
+        STAGE_OK(node, kvk_sequence_write(node->house.cache, &node->house.caller, node->session,
+                                          reply.sequence_id, &piece, &node->house.error));
+    }
+    house_seal(&node->house, node->session, reply.sequence_id, FORM_BLOCKS * 4);
+    stage_close(node, reply.sequence_id);
+    free(values);
+}
+
+/* What comes is what the conversions make of what was sealed, no more and no less. */
+static void form_verify(struct stage *node, const struct kvk_tier_form *form,
+                        const uint32_t *tokens)
+{
+    struct kvk_sequence_reply reply = stage_open(node, tokens, FORM_BLOCKS * 4);
+    float *values = malloc(node->block_bytes);
+    uint8_t *wide = malloc(node->block_bytes);
+    uint8_t *narrow = malloc(node->block_bytes);
+    cr_assert(values != NULL && wide != NULL && narrow != NULL);
+    cr_assert_eq(reply.cached_tokens, FORM_BLOCKS * 4);
+    for (uint64_t block = 0; block < FORM_BLOCKS; block++) {
+        const struct kvk_read_request request = {
+            .session_id = node->session, .sequence_id = reply.sequence_id, .block = block};
+        const uint8_t *data;
+        uint64_t size;
+        uint64_t sum;
+        struct kvk_read_handle handle;
+        form_values(values, node->block_bytes / sizeof(*values), tokens[0] + block, true);
+        STAGE_OK(node, kvk_tier_form_narrow(&node->geometry, form, 0, values, narrow, &sum,
+                                            &node->house.error));
+        kvk_tier_form_widen(form, &node->geometry, 0, narrow, wide, &sum);
+        STAGE_OK(node, kvk_read_begin(node->house.cache, &node->house.caller, &request, &data,
+                                      &size, &handle, &node->house.error));
+        cr_assert_eq(size, node->block_bytes);
+        cr_assert(memcmp(data, wide, size) == 0, "block %lu", (unsigned long)block);
+        kvk_read_end(node->house.cache, &handle);
+    }
+    stage_close(node, reply.sequence_id);
+    free(values);
+    free(wide);
+    free(narrow);
+}
+
+static void compact(bool host)
+{
+    struct remote_server server;
+    struct stage a;
+    struct stage b;
+    struct kvk_tier_form form;
+    uint32_t tokens[FORM_BLOCKS * 4];
+    char answer[256];
+    remote_server_start(&server);
+    form_start(&a, &server, host, &form);
+    form_start(&b, &server, host, &form);
+    cr_assert_lt(form.block_bytes, a.block_bytes / 2);
+    house_tokens(tokens, FORM_BLOCKS * 4, 100);
+    form_cache(&a, tokens, true);
+    NODE_UNTIL(&a, report.stats.sent_blocks == FORM_BLOCKS);
+    cr_assert_eq(node_report(&a).stats.sent_bytes, FORM_BLOCKS * (form.block_bytes + 48));
+    remote_ask(&server, answer,
+               "eval \"local n = 0 for _, k in ipairs(redis.call('KEYS', '*')) do "
+               "if redis.call('TYPE', k).ok == 'string' and redis.call('STRLEN', k) == %lu then "
+               "n = n + 1 end end return n\" 0",
+               (unsigned long)(144 + 48 + form.block_bytes));
+    cr_assert_str_eq(answer, "4");
+    node_await(&b, tokens, FORM_BLOCKS * 4, FORM_BLOCKS * 4);
+    form_verify(&b, &form, tokens);
+    /* A block without such a form is not sent, nor what follows on it of any use. */
+    house_tokens(tokens, FORM_BLOCKS * 4, 900);
+    form_cache(&a, tokens, false);
+    NODE_UNTIL(&a, report.stats.unfit_blocks > 0 && report.stats.sent_blocks >= FORM_BLOCKS + 2);
+    node_await(&b, tokens, FORM_BLOCKS * 4, 8);
+    stage_stop(&a);
+    stage_stop(&b);
+    remote_server_stop(&server);
+}
+
+Test(engine_remote, compact_on_the_wire, .timeout = 60)
+{
+    compact(false);
+}
+
+Test(engine_remote, compact_in_the_host_tier, .timeout = 60)
+{
+    compact(true);
 }
 
 /* ---- Invalidation ---- */
