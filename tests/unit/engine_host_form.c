@@ -249,6 +249,47 @@ Test(host_form, it_is_attended_as_it_is)
     }
 }
 
+/* Where a device apart is quicker, it gets the blocks for the call in the format that they have. */
+Test(host_form, or_brought_to_the_device_as_it_is)
+{
+    for (enum kvk_format format = KVK_FORMAT_FP8_E4M3; format <= KVK_FORMAT_INT8_32; format++) {
+        struct forms_stage forms;
+        uint32_t tokens[PROMPT];
+        float below[QUERY_HEADS * 32];
+        float brought[QUERY_HEADS * 32];
+        host_start(&forms, KVK_FORMAT_BF16, format, 6, 32);
+        struct stage *stage = &forms.on.stage;
+        struct kvk_cache *cache = stage->house.cache;
+        house_tokens(tokens, PROMPT, 1000);
+        prompt_cache(&forms, tokens, PROMPT, 7);
+        push_down(&forms, tokens, 5000);
+        const struct kvk_open_request stays = {
+            .prompt = {.tokens = tokens, .token_count = PROMPT}, .tier = -1, .leave_on_host = true};
+        struct kvk_sequence_reply reply;
+        STAGE_OK(stage, stage_try_open(stage, &stays, &reply));
+        cr_assert_eq(attend(&forms, reply.sequence_id, 1.0F, below), PROMPT);
+        /* The mover learns its rate from large jobs. */
+        uint64_t size = UINT64_C(16) << 20;
+        uint8_t *memory = calloc(2, size);
+        const struct kvk_copy copy = {
+            .target = memory, .source = memory + size, .size_bytes = size};
+        STAGE_OK(stage, kvk_mover_copy(cache->mover, cache->tiers[HOST].device, &copy, 1,
+                                       &stage->house.error));
+        free(memory);
+        stage->house.config.device_kind = KVK_DEVICE_CUDA;
+        cache->attention.host_rate = 1000;
+        cache->attention.device_rate = UINT64_C(1000000000000);
+        cr_assert_eq(attend(&forms, reply.sequence_id, 1.0F, brought), PROMPT);
+        cr_assert_eq(stage_stats(stage).attended_brought_in, 1);
+        stage->house.config.device_kind = KVK_DEVICE_CPU;
+        for (int k = 0; k < QUERY_HEADS * 32; k++) {
+            cr_assert_float_eq(brought[k], below[k], 1e-5F);
+        }
+        stage_close(stage, reply.sequence_id);
+        forms_stop(&forms);
+    }
+}
+
 /* With the disk below: what the host has goes there as it is, and comes back into it so. */
 Test(host_form, the_disk_has_the_same)
 {
