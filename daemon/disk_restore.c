@@ -56,6 +56,7 @@ static bool widens(const struct kvk_group *group, enum kvk_tier tier)
 
 static bool reading_allocate(struct reading *reading, uint64_t buffer_bytes)
 {
+    KVK_ASSERT(reading->piece_count > 0);
     reading->pieces = calloc(reading->piece_count, sizeof(*reading->pieces));
     reading->sums = calloc(reading->piece_count, sizeof(*reading->sums));
     reading->memory_sums = reading->sums;
@@ -114,6 +115,7 @@ static bool reading_init(struct kvk_cache *cache, enum kvk_tier tier,
                 .status = KVK_UNAVAILABLE,
             };
             if (widens(group, tier)) {
+                KVK_ASSERT(reading->widenings != NULL);
                 reading->widenings[next] = (struct widening){
                     .group = group,
                     .shard = shard,

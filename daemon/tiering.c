@@ -130,6 +130,7 @@ static void job_add(const struct kvk_cache *cache, struct job *job, const struct
         uint64_t *sum = &job->sums[job->copy_count];
         if (converts) {
             bool down = job->target == KVK_TIER_HOST;
+            KVK_ASSERT(job->conversions != NULL);
             job->conversions[job->copy_count] = (struct converting){.group = group,
                                                                     .moving = job->count,
                                                                     .shard = shard,
