@@ -7,7 +7,8 @@
 #
 # Exits with 1 where a check failed, with 77 where there is no GPU or no nvcc. What each part
 # printed is in build/device/logs/, the figures also in build/device/bench.json; with OUT set, both
-# are copied there. BUILD is another folder to build in.
+# are copied there. BUILD is another folder to build in, PATIENCE how many times as long each part
+# may take, on a machine that is busy with other work.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
 
@@ -31,7 +32,7 @@ say() {
 
 # part NAME SECONDS COMMAND…: run within that time, its words in a log that is shown where it fails.
 part() {
-    local name=$1 limit=$2
+    local name=$1 limit=$(($2 * ${PATIENCE:-1}))
     shift 2
     if timeout -k 5 "$limit" "$@" >"$logs/$name.log" 2>&1; then
         say "$name: well"
@@ -79,7 +80,7 @@ bin=$build/bin
 # The device against the CPU, under a sanitizer of CUDA's too where there is one.
 rounds=400
 [[ $simulated == yes ]] && rounds=4
-part check 60 "$bin/test_device_check$suffix" --rounds $rounds
+part check 120 "$bin/test_device_check$suffix" --rounds $rounds
 if [[ $simulated == no ]] && command -v compute-sanitizer >/dev/null; then
     part sanitizer 60 compute-sanitizer --error-exitcode 1 --target-processes all \
         "$bin/test_device_check" --rounds 10
