@@ -52,8 +52,7 @@ static enum kvk_status check_host_format(const struct kvk_space_request *request
     return kvk_tier_form_check(&request->groups[index], format, field, error);
 }
 
-/* A compact host tier is there for a device tier above it that has what sequences hold; and none of
- * its blocks goes to a remote store, whose blocks are as they were sealed. */
+/* A compact host tier is there for a device tier above it that has what sequences hold. */
 static enum kvk_status check_host_is_possible(const struct kvk_cache *cache,
                                               const struct kvk_space_request *request,
                                               struct kvk_error *error)
