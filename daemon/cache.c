@@ -195,6 +195,8 @@ enum kvk_status kvk_cache_create(const struct kvk_cache_options *options, struct
     cache->threads = options->threads;
     cache->maintained_ns = kvk_clock_now(cache->clock);
     kvk_random_secret(&cache->next_id, sizeof(cache->next_id));
+    cache->next_id >>=
+        2; /* ids are numbers in JSON too, where many readers know signed ones alone */
     enum kvk_status status = devices_take(cache, options, error);
     if (status == KVK_OK) {
         status = kvk_tenant_states_create(cache, error);

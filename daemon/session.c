@@ -242,6 +242,7 @@ static void session_link(struct kvk_cache *cache, struct kvk_session *session,
     /* Whoever has the id can call for the session, so it is random. */
     do {
         kvk_random_secret(&session->id, sizeof(session->id));
+        session->id >>= 1; /* see kvk_cache_create(): a number in JSON too */
         status = session->id == 0 ? KVK_EXISTS
                                   : kvk_table_put(&cache->session_table, session->id, session);
     } while (status == KVK_EXISTS);

@@ -216,9 +216,11 @@ int ctl_status(const struct ctl_options *options, int argc, char **argv)
             tiers_json(occupancy), "scrub", info.admin ? ctl_scrub_json(options) : NULL, "gpu",
             gpu_json(occupancy->device)));
     } else {
+        const char *who = info.admin ? " (admin)" : "";
+        who = info.admin && info.tenant[0] == '\0' ? "an admin without a tenant" : who;
         (void)printf("kvkeepd %s, up %s, device %s (%s), policy %s, you are %s%s\n\n", info.version,
                      ctl_duration_ms(info.uptime_ms), info.device, info.device_path, info.policy,
-                     info.tenant, info.admin ? " (admin)" : "");
+                     info.tenant, who);
         tiers_print(occupancy);
         if (info.admin) {
             ctl_scrub_print(options);
@@ -681,6 +683,18 @@ static json_t *advice_json(const Kvkeep__V1__Advice *advice)
                      "cost_ns", (json_int_t)advice->cost_ns);
 }
 
+static bool is_same(ProtobufCBinaryData a, ProtobufCBinaryData b)
+{
+    return a.len == b.len && (a.len == 0 || memcmp(a.data, b.data, a.len) == 0);
+}
+
+/* The same call of the same tenant, refused in the same words. */
+static bool is_alike(const Kvkeep__V1__Refusal *a, const Kvkeep__V1__Refusal *b)
+{
+    return a->detail != NULL && b->detail != NULL && is_same(a->tenant, b->tenant) &&
+           is_same(a->call, b->call) && is_same(a->detail->message, b->detail->message);
+}
+
 static void why_print(const Kvkeep__V1__WhyResponse *response)
 {
     (void)printf("%s\n\n", ctl_text(response->advice));
@@ -708,13 +722,18 @@ static void why_print(const Kvkeep__V1__WhyResponse *response)
         return;
     }
     (void)putchar('\n');
-    static const char *const titles[] = {"age",    "-tenant", "-call",
-                                         "-cause", "needed",  "-sentence"};
-    ctl_table_init(&table, 6, titles);
+    static const char *const titles[] = {"age",    "times",  "-tenant",  "-call",
+                                         "-cause", "needed", "-sentence"};
+    ctl_table_init(&table, 7, titles);
     for (size_t i = 0; i < response->n_refusals; i++) {
         const Kvkeep__V1__Refusal *row = response->refusals[i];
         ProtobufCBinaryData none = {0};
-        ctl_table_row(&table, "%s\t%s\t%s\t%s\t%s\t%s", ctl_duration_ms(row->age_ms),
+        size_t times = 1; /* a client that tries again and again is one line, of the newest time */
+        while (i + 1 < response->n_refusals && is_alike(row, response->refusals[i + 1])) {
+            times++;
+            i++;
+        }
+        ctl_table_row(&table, "%s\t%zu\t%s\t%s\t%s\t%s\t%s", ctl_duration_ms(row->age_ms), times,
                       ctl_text(row->tenant), ctl_text(row->call),
                       row->detail == NULL ? "" : cause_text(row->detail->cause),
                       ctl_bytes(row->needed_bytes),

@@ -115,6 +115,11 @@ int ctl_fail(const char *what, const struct kvk_error *error)
         (void)fprintf(stderr, " retry_after=%s", ctl_duration_ms(error->retry_after_ms));
     }
     (void)fputc('\n', stderr);
+    if (strstr(error->text, "ipv") != NULL && strstr(error->text, "Socket closed") != NULL) {
+        (void)fputs(
+            "a daemon that serves TLS there wants --ca FILE: the roots of its certificate\n",
+            stderr);
+    }
     /* A daemon that is there says why. */
     return error->status == KVK_UNAVAILABLE && error->cause == KVK_CAUSE_NONE ? CTL_NO_DAEMON
                                                                               : CTL_FAILED;

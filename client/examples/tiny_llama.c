@@ -758,7 +758,7 @@ static bool worker_open(struct worker *worker, const struct settings *settings)
         .flops_per_token_position = 4.0 * LAYERS * QUERY_WIDTH,
         .partial_reuse = settings->partial ? KVKEEP_PARTIAL_REUSE_ON : KVKEEP_PARTIAL_REUSE_OFF,
     };
-    struct kvkeep_options options = {.target = settings->target};
+    struct kvkeep_options options = {.target = settings->target, .token = getenv("KVKEEP_TOKEN")};
     struct kvkeep_session_options session = {.name = "tiny_llama"};
     if (failed(worker, kvkeep_connect(&options, &worker->client, &worker->error)) ||
         failed(worker,

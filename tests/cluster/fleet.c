@@ -6,7 +6,6 @@
  * Skipped (77) where redis-server is not installed.
  */
 #include <signal.h>
-#include <stdarg.h>
 #include <stdatomic.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -16,7 +15,7 @@
 #include "tests/cluster/remote_client.h"
 
 #define AGE_MS 200
-#define WAIT_MS 10000
+#define WAIT_MS (PATIENCE_MS / 4)
 #define NODES 4
 
 static struct {
@@ -27,39 +26,14 @@ static struct {
 
 static const uint8_t fleet_key[32] = "a key that the whole fleet has";
 
-KVK_PRINTF(1, 2) static int command(const char *format, ...)
-{
-    char text[1024];
-    va_list arguments;
-    va_start(arguments, format);
-    (void)vsnprintf(text, sizeof(text), format, arguments);
-    va_end(arguments);
-    return system(text); /* NOLINT(cert-env33-c): of this test's own making */
-}
-
 static void house_end(void)
 {
     (void)command("kill -KILL $(cat %s/pid) 2>/dev/null; rm -rf %s", house.folder, house.folder);
 }
 
-void client_fail(void)
-{
-    house_end();
-    _exit(1);
-}
-
-/* No servers are left behind, however it ends. */
-static void on_signal(int number) /* NOLINT(bugprone-signal-handler): this test's last act */
-{
-    (void)number;
-    client_fail();
-}
-
 static void house_open(void)
 {
-    (void)signal(SIGINT, on_signal);
-    (void)signal(SIGTERM, on_signal);
-    (void)signal(SIGABRT, on_signal);
+    client_end_well();
     house.port = 33000 + (unsigned)getpid() % 900;
     (void)snprintf(house.folder, sizeof(house.folder), "/tmp/kvkeep-fleet-%d", (int)getpid());
     CHECK(mkdir(house.folder, 0700) == 0);

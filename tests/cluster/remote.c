@@ -6,7 +6,6 @@
  * Skipped where redis-server is not installed.
  */
 #include <signal.h>
-#include <stdarg.h>
 #include <sys/stat.h>
 
 #include "hosttier/remote_internal.h"
@@ -39,42 +38,10 @@ static void house_end(void)
     }
 }
 
-void client_fail(void)
-{
-    house_end();
-    exit(1);
-}
-
-/* No servers are left behind, however it ends. */
-static void ended(int number)
-{
-    house_end();
-    (void)signal(number, SIG_DFL);
-    (void)raise(number);
-}
-
-static void end_well(void)
-{
-    (void)signal(SIGABRT, ended);
-    (void)signal(SIGTERM, ended);
-    (void)signal(SIGINT, ended);
-}
-
 static void said(const char *what)
 {
     (void)printf("%6.1f s: %s\n", (double)(now_ns() - house.begun_ns) / 1e9, what);
     (void)fflush(stdout);
-}
-
-static int KVK_PRINTF(1, 2) command(const char *format, ...)
-{
-    char text[1024];
-    va_list arguments;
-    va_start(arguments, format);
-    (void)vsnprintf(text, sizeof(text), format, arguments);
-    va_end(arguments);
-    int code = system(text);
-    return WIFEXITED(code) ? WEXITSTATUS(code) : 1;
 }
 
 static void space_open(struct kvk_remote_space *space, uint8_t secret, uint64_t bytes,
@@ -474,7 +441,7 @@ static void close_under_way(void)
 
 int main(void)
 {
-    end_well();
+    client_end_well();
     house_open();
     said("a cluster of three masters and three replicas");
     plain_use();

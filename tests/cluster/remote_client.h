@@ -6,6 +6,8 @@
 #define KVK_TESTS_CLUSTER_REMOTE_CLIENT_H
 
 #include <pthread.h>
+#include <signal.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,10 +19,12 @@
 #include "base/lock.h"
 #include "base/random.h"
 #include "hosttier/remote.h"
+#include "tests/patience.h"
 
 /* A submission is a few microseconds; a loaded machine may take the CPU away meanwhile. */
-#define SUBMIT_NS_MAX (200 * KVK_NS_PER_MS)
-#define LATE_NS_MAX (500 * KVK_NS_PER_MS) /* a callback after its deadline, likewise */
+#define SUBMIT_NS_MAX (promised_ms(200) * KVK_NS_PER_MS)
+#define LATE_NS_MAX (promised_ms(500) * KVK_NS_PER_MS) /* a callback after its deadline, likewise  \
+                                                        */
 
 #define CHECK(condition)                                                                           \
     do {                                                                                           \
@@ -30,7 +34,42 @@
         }                                                                                          \
     } while (0)
 
-void client_fail(void); /* each program says how it ends */
+/* Each program says how what it started ends. */
+static void house_end(void);
+
+static inline _Noreturn void client_fail(void)
+{
+    house_end();
+    (void)fflush(stdout);
+    _exit(1);
+}
+
+/* No servers are left behind, however it ends. */
+static inline void client_ended(int number)
+{
+    house_end();
+    (void)signal(number, SIG_DFL);
+    (void)raise(number);
+}
+
+static inline void client_end_well(void)
+{
+    (void)signal(SIGABRT, client_ended);
+    (void)signal(SIGTERM, client_ended);
+    (void)signal(SIGINT, client_ended);
+}
+
+/* A command of the shell; its exit code. */
+static inline int KVK_PRINTF(1, 2) command(const char *format, ...)
+{
+    char text[1024];
+    va_list arguments;
+    va_start(arguments, format);
+    (void)vsnprintf(text, sizeof(text), format, arguments);
+    va_end(arguments);
+    int code = system(text);
+    return WIFEXITED(code) ? WEXITSTATUS(code) : 1;
+}
 
 static inline uint64_t now_ns(void)
 {

@@ -1,5 +1,6 @@
 /*
- * What one tenant can learn of another: nothing that it could not have guessed.
+ * What one tenant can learn of another: nothing that it could not have guessed. Case A6, and with
+ * KVKEEP_TEST_DURABLE that with a catalogue and a keeper.
  *
  * Every call that takes an id, a name or a token is made by tenant B with what is tenant A's, and
  * with what never was: both must be refused with the same status, cause, field and words (numbers
