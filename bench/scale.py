@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A fleet on paper and by simulation: what 1,000 nodes and 10 billion blocks come to.
 
-    bench/scale.py [--nodes 1000] [--blocks 10000000000] [--prompts 300000] [--seed 1] [--paper]
+    bench/scale.py [--nodes 1000] [--blocks 10000000000] [--prompts 150000] [--seed 1] [--paper]
 
 Prints the tables of docs/scale.md. The simulation has the fleet's nodes with a thousandth of their
 blocks, and prompts of conversations with shared beginnings; what it counts for each prompt is then
@@ -47,7 +47,7 @@ SCALE = 1000             # a node of the simulation has so many times fewer bloc
 
 
 def count(number):
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return f"{number:.3g}"
@@ -177,12 +177,18 @@ class Fleet:
             self.sums["events"] += came + went
             self.sums["stored here"] += came
             self.where[part][node_id] = None
-            self.uses[part] += 1
-            if self.store is not None and self.uses[part] >= self.admit_uses:
+            self.uses[part, node_id] += 1
+            if self.store is not None and self.is_due(self.uses[part, node_id]):
                 # What this turn adds was used once only: it goes when the next turn uses it.
                 sent = blocks if part is stem or self.admit_uses == 1 else before
                 if sent > 0:
                     self.sums["sent"] += self.store.put(part, sent)[0]
+
+    def is_due(self, uses):
+        """A node sends a block at its admit_uses-th use, and looks after it at twice as many each
+        time."""
+        times, rest = divmod(uses, self.admit_uses)
+        return rest == 0 and times & (times - 1) == 0
 
     def per_prompt(self, name):
         return self.sums[name] / self.sums["prompts"]
@@ -225,14 +231,14 @@ def paper_sizes(options):
                count(options.blocks * ROUTER_BYTES) + "B"],
               ["a router's least: 8 B of a hash, 2 B a node, of each block once", "10 B", "",
                count(options.blocks * 10) + "B"],
-              ["names and headers in the store, of 1 % of the blocks",
+              ["names and headers in the store, of 0.1 % of the blocks",
                f"{NAME_BYTES + VALUE_HEADER} B", "",
-               count(options.blocks * 0.01 * (NAME_BYTES + VALUE_HEADER)) + "B"]])
-    head = ["model", "a block", "a node", "the fleet", "1 % in the store, twice"]
+               count(options.blocks * 0.001 * (NAME_BYTES + VALUE_HEADER)) + "B"]])
+    head = ["model", "a block", "a node", "the fleet", "0.1 % in the store, twice"]
     table("Bytes of blocks", head, [
         [name, count(size * BLOCK_TOKENS) + "B", count(node * size * BLOCK_TOKENS) + "B",
          count(options.blocks * size * BLOCK_TOKENS) + "B",
-         count(options.blocks * 0.02 * size * BLOCK_TOKENS) + "B"] for name, size in MODELS])
+         count(options.blocks * 0.002 * size * BLOCK_TOKENS) + "B"] for name, size in MODELS])
 
 
 def paper_rates(options, row):
@@ -274,7 +280,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--blocks", type=int, default=10_000_000_000)
-    parser.add_argument("--prompts", type=int, default=300_000)
+    parser.add_argument("--prompts", type=int, default=150_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--paper", action="store_true", help="sizes alone")
     options = parser.parse_args()
@@ -286,11 +292,9 @@ def main():
         ("no store, longest prefix", 0, True, 1),
         ("store of 1 %, any node", 0.01, False, 2),
         ("store of 1 %, longest prefix", 0.01, True, 2),
-        ("store of 10 %, any node", 0.1, False, 2),
-        ("store of 10 %, longest prefix", 0.1, True, 2),
-        ("store of 10 %, longest prefix, sent at once", 0.1, True, 1),
-        ("store of 1 %, longest prefix, sent at 6 uses", 0.01, True, 6),
-        ("store of 1 %, any node, sent at 6 uses", 0.01, False, 6))]
+        ("store of 1 %, longest prefix, sent at 8 uses", 0.01, True, 8),
+        ("store of 0.1 %, any node", 0.001, False, 2),
+        ("store of 0.1 %, longest prefix, sent at 8 uses", 0.001, True, 8))]
     table(f"Simulated, {count(options.prompts)} prompts of {rows[0]['blocks']:.0f} blocks, of "
           f"which {rows[0]['known']:.0f} somebody computed before",
           ["", "known blocks hit here", "from the store", "computed again", "asked", "fetched",
@@ -299,7 +303,7 @@ def main():
             f"{100 * (1 - row['local'] - row['fetched']):.1f} %", f"{row['asks']:.0f}",
             f"{row['fetches']:.0f}", f"{row['sent']:.1f}", f"{row['events']:.0f}"]
            for row in rows])
-    for place in (2, 3, 7):
+    for place in (2, 3, 4):
         paper_rates(options, rows[place])
 
 

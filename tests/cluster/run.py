@@ -377,7 +377,7 @@ class Fleet:
                 self.house.await_(lambda n=node: n.cached(20_000) == fleet_load.BLOCKS,
                                   "all have what will be invalidated")
                 node.worker.pin(node.space, fleet_load.token_ids(20_000), ttl_ms=600_000)
-            self.step("partition, healed", [(1, self.partition), (3, self.invalidate_apart),
+            self.step("partition", [(1, self.partition), (3, self.invalidate_apart),
                                             (seconds, self.heal)])
         else:
             print("partition: left out, network namespaces are not allowed here")
