@@ -40,6 +40,17 @@ run test_stress_daemon_cases --rounds 1000 --stops 5
 run test_stress_server_churn
 run test_stress_server_mixed
 
+# Three daemons and a Redis Cluster, where there is one, and a Python with what tests/e2e needs.
+python=$here/build/venv/bin/python
+if [ -x "$python" ]; then
+    echo "==== tests/cluster/run.sh"
+    PYTHON=$python "$here/tests/cluster/run.sh" --bin "$bin" --seconds 20
+    case $? in
+    0 | 77) ;;
+    *) failed="$failed tests/cluster/run.sh" ;;
+    esac
+fi
+
 if [ -n "$failed" ]; then
     echo "failed:$failed" >&2
     exit 1
