@@ -10,6 +10,7 @@
 
 #include "base/assert.h"
 #include "base/log.h"
+#include "base/priority.h"
 #include "daemon/disk_tier_internal.h"
 #include "daemon/room_internal.h"
 
@@ -103,6 +104,7 @@ static void *thread_main(void *argument)
 {
     struct kvk_cache *cache = argument;
     struct kvk_disk_tier *tier = cache->disk_tier;
+    kvk_priority_works();
     kvk_lock(&cache->lock);
     while (!tier->stopping) {
         bool waits = tier->leaving_count > 0 && tier->behind.count > 0;

@@ -10,6 +10,7 @@
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
 
 #include "base/assert.h"
@@ -17,9 +18,12 @@
 #include "daemon/disk_tier_internal.h"
 #include "daemon/room_internal.h"
 
-#define CHAIN_MAX 256                           /* ancestors that are looked at for one block */
-#define PAUSE_NS KVK_NS_PER_SECOND              /* between tries on a disk that does not write */
+#define CHAIN_MAX 256              /* ancestors that are looked at for one block */
+#define PAUSE_NS KVK_NS_PER_SECOND /* between tries on a disk that does not write */
+#define HUGE_PAGE_BYTES (UINT64_C(2) << 20)
 #define LOOKED_MAX (4U * KVK_DISK_BATCH_BLOCKS) /* blocks of the queue, for one batch */
+
+#define HELD_MAX 32U /* that are late, between two moments for others */
 
 /* One block of a batch. */
 struct entry {
@@ -150,10 +154,13 @@ static bool buffer_reserve(struct kvk_disk_tier *tier, uint64_t bytes)
         return true;
     }
     uint64_t wanted = bytes > KVK_DISK_BATCH_BYTES ? bytes : KVK_DISK_BATCH_BYTES;
-    void *buffer = aligned_alloc(KVK_DISK_ALIGN, wanted); /* strides are aligned, so this is */
+    wanted = (wanted + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+    void *buffer = aligned_alloc(HUGE_PAGE_BYTES, wanted);
     if (buffer == NULL) {
         return false;
     }
+    /* Writing past the page cache pins each page of it, every time: few of them cost less. */
+    (void)madvise(buffer, wanted, MADV_HUGEPAGE);
     free(tier->buffer);
     tier->buffer = buffer;
     tier->buffer_bytes = wanted;
@@ -518,7 +525,8 @@ static enum kvk_status batch_write_drops(struct kvk_cache *cache, struct batch *
         return KVK_OK;
     }
     kvk_unlock(&cache->lock);
-    enum kvk_status status = kvk_mover_copy(cache->mover, device, batch->copies, count, error);
+    enum kvk_status status =
+        kvk_mover_copy_behind(cache->mover, device, batch->copies, count, error);
     kvk_lock(&cache->lock);
     cache->stats.copy_failures += status == KVK_OK ? 0 : 1;
     stage_end(cache, batch, status == KVK_OK);
@@ -547,6 +555,10 @@ bool kvk_disk_write_drops(struct kvk_cache *cache)
     uint32_t looked = 0;
     while (looked < LOOKED_MAX && gather_one_drops(cache, batch) == GATHER_MORE) {
         looked++;
+        if (batch->count == 0 && looked % HELD_MAX == 0) {
+            kvk_unlock(&cache->lock); /* whoever waits for it goes first */
+            kvk_lock(&cache->lock);
+        }
     }
     uint32_t count = batch->count;
     /* All of them had left memory: what was sealed since is further behind. Where more is sealed

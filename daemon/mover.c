@@ -10,6 +10,7 @@
 #include "base/assert.h"
 #include "base/clock.h"
 #include "base/lock.h"
+#include "base/priority.h"
 
 /* What one thread copies before it looks for work again: large enough that the handing out costs
  * nothing, small enough that threads share a job evenly. */
@@ -20,7 +21,7 @@
 
 #define RETRY_MS 20
 
-/* A caller's job, on its stack. Fields that change are guarded by the mover's lock. */
+/* A caller's job, on its stack. Fields that change are guarded by its lane's lock. */
 struct job {
     struct job *next; /* in the queue while it has copies that nobody claimed */
     struct kvk_device *device;
@@ -34,22 +35,31 @@ struct job {
     pthread_cond_t done;
 };
 
-struct kvk_mover {
-    struct kvk_lock lock;
+/* A queue and its threads. Each has a lock of its own, so that nobody whose copies are waited for
+ * waits for a thread that stands back. */
+struct lane {
+    struct kvk_lock lock;  /* of all but the last field */
     pthread_cond_t work;   /* a job came, or the end */
     struct job *first_job; /* oldest first */
-    uint32_t job_count;    /* waiting or running */
-    uint32_t queue_max;
     bool stopping;
+    bool stands_back;
+};
+
+struct kvk_mover {
+    struct kvk_lock lock;
+    struct lane front;  /* of those that somebody waits for, by all threads but one */
+    struct lane behind; /* of the others, by the last thread */
+    uint32_t job_count; /* waiting or running */
+    uint32_t queue_max;
     bool fail_next;
     uint32_t delay_us;
     void (*hook)(void *context);
     void *hook_context;
     _Atomic uint64_t copied_bytes;
     _Atomic uint64_t rate; /* bytes per second */
-    uint32_t thread_count;
+    uint32_t thread_count; /* of the front */
     uint32_t started_count;
-    pthread_t threads[];
+    pthread_t threads[]; /* [thread_count + 1], where there are any */
 };
 
 /* ---- Units ---- */
@@ -89,9 +99,9 @@ static enum kvk_status unit_copy(const struct job *job, uint32_t first, uint32_t
 
 /* ---- Threads ---- */
 
-static void job_remove(struct kvk_mover *mover, struct job *job)
+static void job_remove(struct lane *lane, struct job *job)
 {
-    struct job **link = &mover->first_job;
+    struct job **link = &lane->first_job;
     while (*link != job) {
         KVK_ASSERT(*link != NULL);
         link = &(*link)->next;
@@ -101,29 +111,29 @@ static void job_remove(struct kvk_mover *mover, struct job *job)
 
 /* Claim and copy one unit of a queued job; the lock is held at entry and at return. Once its last
  * unit is done the job may be gone, since its caller returns. */
-static void job_run_unit(struct kvk_mover *mover, struct job *job)
+static void job_run_unit(struct lane *lane, struct job *job)
 {
-    KVK_ASSERT(kvk_lock_held(&mover->lock));
+    KVK_ASSERT(kvk_lock_held(&lane->lock));
     KVK_ASSERT(job->claimed_count < job->copy_count);
     uint32_t first = job->claimed_count;
     uint32_t count = unit_copies(job, first);
     job->claimed_count += count;
     job->unit_count++;
     if (job->claimed_count == job->copy_count) {
-        job_remove(mover, job);
+        job_remove(lane, job);
     }
-    kvk_unlock(&mover->lock);
+    kvk_unlock(&lane->lock);
 
     struct kvk_error error = {0};
     enum kvk_status status = unit_copy(job, first, count, &error);
 
-    kvk_lock(&mover->lock);
+    kvk_lock(&lane->lock);
     if (status != KVK_OK && job->status == KVK_OK) {
         job->status = status;
         job->error = error;
         if (job->claimed_count < job->copy_count) {
             job->claimed_count = job->copy_count; /* the rest is not worth copying */
-            job_remove(mover, job);
+            job_remove(lane, job);
         }
     }
     job->unit_count--;
@@ -134,21 +144,26 @@ static void job_run_unit(struct kvk_mover *mover, struct job *job)
 
 static void *thread_main(void *argument)
 {
-    struct kvk_mover *mover = argument;
-    kvk_lock(&mover->lock);
-    while (!mover->stopping) {
-        if (mover->first_job != NULL) {
-            job_run_unit(mover, mover->first_job);
+    struct lane *lane = argument;
+    if (lane->stands_back) {
+        kvk_priority_stands_back();
+    } else {
+        kvk_priority_works();
+    }
+    kvk_lock(&lane->lock);
+    while (!lane->stopping) {
+        if (lane->first_job != NULL) {
+            job_run_unit(lane, lane->first_job);
         } else {
-            (void)kvk_condition_wait(&mover->work, &mover->lock, UINT64_MAX);
+            (void)kvk_condition_wait(&lane->work, &lane->lock, UINT64_MAX);
         }
     }
-    kvk_unlock(&mover->lock);
+    kvk_unlock(&lane->lock);
     return NULL;
 }
 
 /* Signals belong to the daemon's own threads. */
-static bool thread_start(struct kvk_mover *mover)
+static bool thread_start(struct kvk_mover *mover, struct lane *lane)
 {
     sigset_t all;
     sigset_t before;
@@ -157,34 +172,60 @@ static bool thread_start(struct kvk_mover *mover)
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_t *thread = &mover->threads[mover->started_count];
-    int result = pthread_create(thread, NULL, thread_main, mover);
+    int result = pthread_create(thread, NULL, thread_main, lane);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (result != 0) {
         return false;
     }
-    (void)snprintf(name, sizeof(name), "kvk-move-%u", mover->started_count % 1000);
+    (void)snprintf(name, sizeof(name), lane->stands_back ? "kvk-behind" : "kvk-move-%u",
+                   mover->started_count % 1000);
     (void)pthread_setname_np(*thread, name);
     mover->started_count++;
     return true;
+}
+
+static void lane_init(struct lane *lane, bool stands_back)
+{
+    lane->stands_back = stands_back;
+    kvk_lock_init(&lane->lock);
+    kvk_condition_init(&lane->work);
+}
+
+static void lane_stop(struct lane *lane)
+{
+    kvk_lock(&lane->lock);
+    KVK_ASSERT(lane->first_job == NULL);
+    lane->stopping = true;
+    pthread_cond_broadcast(&lane->work);
+    kvk_unlock(&lane->lock);
+}
+
+static void lane_finish(struct lane *lane)
+{
+    pthread_cond_destroy(&lane->work);
+    kvk_lock_finish(&lane->lock);
 }
 
 enum kvk_status kvk_mover_create(const struct kvk_mover_options *options, struct kvk_mover **result)
 {
     KVK_ASSERT(options->queue_max > 0);
     struct kvk_mover *mover =
-        calloc(1, sizeof(*mover) + options->thread_count * sizeof(mover->threads[0]));
+        calloc(1, sizeof(*mover) + (options->thread_count + 1U) * sizeof(mover->threads[0]));
     if (mover == NULL) {
         return KVK_EXHAUSTED;
     }
     kvk_lock_init(&mover->lock);
-    kvk_condition_init(&mover->work);
+    lane_init(&mover->front, false);
+    lane_init(&mover->behind, true);
     mover->queue_max = options->queue_max;
     mover->thread_count = options->thread_count;
-    while (mover->started_count < mover->thread_count) {
-        if (!thread_start(mover)) {
-            kvk_mover_destroy(mover);
-            return KVK_EXHAUSTED;
-        }
+    bool started = true;
+    while (started && mover->started_count < mover->thread_count) {
+        started = thread_start(mover, &mover->front);
+    }
+    if (!started || (mover->thread_count > 0 && !thread_start(mover, &mover->behind))) {
+        kvk_mover_destroy(mover);
+        return KVK_EXHAUSTED;
     }
     *result = mover;
     return KVK_OK;
@@ -197,13 +238,14 @@ void kvk_mover_destroy(struct kvk_mover *mover)
     }
     kvk_lock(&mover->lock);
     KVK_ASSERT(mover->job_count == 0);
-    mover->stopping = true;
-    pthread_cond_broadcast(&mover->work);
     kvk_unlock(&mover->lock);
+    lane_stop(&mover->front);
+    lane_stop(&mover->behind);
     for (uint32_t i = 0; i < mover->started_count; i++) {
         pthread_join(mover->threads[i], NULL);
     }
-    pthread_cond_destroy(&mover->work);
+    lane_finish(&mover->front);
+    lane_finish(&mover->behind);
     kvk_lock_finish(&mover->lock);
     free(mover);
 }
@@ -228,20 +270,20 @@ static void job_run_here(struct job *job)
     }
 }
 
-static void job_run_by_threads(struct kvk_mover *mover, struct job *job)
+static void job_run_by_threads(struct lane *lane, struct job *job)
 {
     kvk_condition_init(&job->done);
-    kvk_lock(&mover->lock);
-    struct job **link = &mover->first_job;
+    kvk_lock(&lane->lock);
+    struct job **link = &lane->first_job;
     while (*link != NULL) {
         link = &(*link)->next;
     }
     *link = job;
-    pthread_cond_broadcast(&mover->work);
+    pthread_cond_broadcast(&lane->work);
     while (job->claimed_count < job->copy_count || job->unit_count > 0) {
-        (void)kvk_condition_wait(&job->done, &mover->lock, UINT64_MAX);
+        (void)kvk_condition_wait(&job->done, &lane->lock, UINT64_MAX);
     }
-    kvk_unlock(&mover->lock);
+    kvk_unlock(&lane->lock);
     pthread_cond_destroy(&job->done);
 }
 
@@ -283,9 +325,9 @@ static enum kvk_status job_admit(struct kvk_mover *mover, struct job *job, bool 
     return KVK_OK;
 }
 
-enum kvk_status kvk_mover_copy(struct kvk_mover *mover, struct kvk_device *device,
-                               const struct kvk_copy *copies, uint32_t copy_count,
-                               struct kvk_error *error)
+static enum kvk_status copy_by(struct kvk_mover *mover, struct lane *lane,
+                               struct kvk_device *device, const struct kvk_copy *copies,
+                               uint32_t copy_count, struct kvk_error *error)
 {
     KVK_ASSERT(kvk_locks_held() == 0);
     struct job job = {.device = device, .copies = copies, .copy_count = copy_count};
@@ -300,10 +342,11 @@ enum kvk_status kvk_mover_copy(struct kvk_mover *mover, struct kvk_device *devic
     if (fail) {
         job.status = kvk_fail(&job.error, KVK_INTERNAL, KVK_CAUSE_NONE, "",
                               "the copy failed, as a test asked for");
-    } else if (mover->thread_count == 0 || bytes <= UNIT_BYTES) {
+    } else if (mover->thread_count == 0 || copy_count == 0 ||
+               (bytes <= UNIT_BYTES && !lane->stands_back)) {
         job_run_here(&job); /* handing over a small job takes longer than the job */
     } else {
-        job_run_by_threads(mover, &job);
+        job_run_by_threads(lane, &job);
     }
     kvk_lock(&mover->lock);
     mover->job_count--;
@@ -316,8 +359,24 @@ enum kvk_status kvk_mover_copy(struct kvk_mover *mover, struct kvk_device *devic
         return job.status;
     }
     atomic_fetch_add_explicit(&mover->copied_bytes, bytes, memory_order_relaxed);
-    rate_learn(mover, bytes, kvk_clock_now(kvk_clock_monotonic()) - begun_ns);
+    if (!lane->stands_back) {
+        rate_learn(mover, bytes, kvk_clock_now(kvk_clock_monotonic()) - begun_ns);
+    }
     return KVK_OK;
+}
+
+enum kvk_status kvk_mover_copy(struct kvk_mover *mover, struct kvk_device *device,
+                               const struct kvk_copy *copies, uint32_t copy_count,
+                               struct kvk_error *error)
+{
+    return copy_by(mover, &mover->front, device, copies, copy_count, error);
+}
+
+enum kvk_status kvk_mover_copy_behind(struct kvk_mover *mover, struct kvk_device *device,
+                                      const struct kvk_copy *copies, uint32_t copy_count,
+                                      struct kvk_error *error)
+{
+    return copy_by(mover, &mover->behind, device, copies, copy_count, error);
 }
 
 /* Read by those who hold the cache's lock, so without the mover's. */

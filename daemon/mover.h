@@ -27,6 +27,16 @@ KVK_CHECKED enum kvk_status kvk_mover_copy(struct kvk_mover *mover, struct kvk_d
                                            const struct kvk_copy *copies, uint32_t copy_count,
                                            struct kvk_error *error);
 
+/*
+ * The same for what nobody waits for: by one thread of its own that stands back behind all others,
+ * so that where processors are scarce it is this job that waits. The rate below learns nothing
+ * from it. Where there are no threads it runs on the caller's.
+ */
+KVK_CHECKED enum kvk_status kvk_mover_copy_behind(struct kvk_mover *mover,
+                                                  struct kvk_device *device,
+                                                  const struct kvk_copy *copies,
+                                                  uint32_t copy_count, struct kvk_error *error);
+
 /* Copied so far, and the measured rate of the last jobs (bytes per second; 0: none yet). */
 uint64_t kvk_mover_bytes(struct kvk_mover *mover);
 uint64_t kvk_mover_rate(struct kvk_mover *mover);

@@ -7,12 +7,11 @@
 #include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
-#include <sys/resource.h>
-#include <unistd.h>
 
 #include "base/assert.h"
 #include "base/copy.h"
 #include "base/log.h"
+#include "base/priority.h"
 #include "daemon/cache_internal.h"
 #include "daemon/disk_tier_internal.h"
 #include "daemon/heal.h"
@@ -21,7 +20,6 @@
 #define STEP_BYTES (UINT64_C(1) << 20) /* hashed before others may run */
 #define PAUSE_NS_MIN KVK_NS_PER_MS     /* between two copies */
 #define DUTY 20                        /* rest so many times as long as a copy took */
-#define THREAD_NICE 10
 
 struct kvk_scrub {
     uint32_t next_block; /* where the pass goes on */
@@ -354,8 +352,9 @@ static void *thread_main(void *argument)
     struct kvk_cache *cache = argument;
     struct kvk_scrub *scrub = cache->scrub;
     struct kvk_clock *clock = kvk_clock_monotonic();
-    /* Whoever answers somebody goes first. Where it may not be, it may not be. */
-    (void)setpriority(PRIO_PROCESS, (id_t)gettid(), THREAD_NICE);
+    /* Its rate keeps it small. A smaller share of the processors would not do: it takes the cache's
+     * lock, and preempted with it in hand it would hold up whoever answers. */
+    kvk_priority_works();
     uint64_t next_ns = 0;
     uint64_t begin_ns = kvk_clock_now(clock);
 

@@ -7,7 +7,9 @@
 #include "base/copy.h"
 #include "gpu/threads.h"
 
-#define STEP_BYTES_DEFAULT (UINT64_C(64) << 10)
+/* Some ten microseconds of work. Less would cost more than it gives: with another thread on its
+ * processor, Linux takes a whole turn from who yields. */
+#define STEP_BYTES_DEFAULT (UINT64_C(256) << 10)
 #define STEP_BYTES_MIN UINT64_C(4096)
 
 /* A lone piece is shared between threads from this size on, in cuts of whole cache lines. */

@@ -175,7 +175,7 @@ struct kvk_device {
 struct kvk_device_cpu_options {
     uint32_t attend_thread_count; /* 0: as many as processors */
     uint32_t copy_thread_count;   /* threads that share one big copy; 0 or 1: the caller alone */
-    uint64_t copy_step_bytes;     /* bytes between yields; 0: 64 KiB */
+    uint64_t copy_step_bytes;     /* bytes between yields; 0: 256 KiB */
     bool huge_pages;              /* ask for transparent huge pages */
     bool interleave;              /* pages over all NUMA nodes, where there are several */
     bool lock_memory;             /* what is backed is never paged out */

@@ -17,6 +17,7 @@
 #include "base/assert.h"
 #include "base/clock.h"
 #include "base/log.h"
+#include "base/priority.h"
 #include "hosttier/catalogue_internal.h"
 
 #define QUEUE_DEFAULT 65536
@@ -418,6 +419,7 @@ static void *writer_main(void *argument)
 {
     struct kvk_catalogue *catalogue = argument;
     struct kvk_catalogue_queue *queue = &catalogue->queue;
+    kvk_priority_works();
     kvk_lock(&queue->lock);
     for (;;) {
         uint64_t until_ns = due_ns(queue);

@@ -14,6 +14,7 @@
 
 #include "base/assert.h"
 #include "base/log.h"
+#include "base/priority.h"
 
 #define BATCH 64U /* completions taken at a time */
 #define REFUSED_PAUSE_US 1000U
@@ -147,6 +148,7 @@ static void *ring_main(void *context)
     struct kvk_disk_ring *ring = context;
     struct kvk_disk_queue *queue = &ring->disk->queue;
 
+    kvk_priority_works();
     int failed = ring_init(ring);
     kvk_lock(&queue->lock);
     ring->failed = failed;

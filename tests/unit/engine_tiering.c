@@ -1,4 +1,8 @@
 /* Bytes between tiers, and the mover that carries them. */
+#include <pthread.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
 #include "base/copy.h"
 #include "tests/engine_store.h"
 
@@ -370,6 +374,62 @@ Test(mover, copies_by_many_threads)
     device->ops->close(device);
     free(source);
     free(target);
+}
+
+/* A device that notes who copies. */
+static char copied_by[16];
+static int copied_at_nice;
+
+static enum kvk_status noting_copy(struct kvk_device *device, const struct kvk_copy *copies,
+                                   uint32_t copy_count, struct kvk_error *error)
+{
+    (void)device;
+    (void)error;
+    for (uint32_t i = 0; i < copy_count; i++) {
+        kvk_copy_checksum(copies[i].target, copies[i].source, copies[i].size_bytes,
+                          copies[i].checksum);
+    }
+    (void)pthread_getname_np(pthread_self(), copied_by, sizeof(copied_by));
+    copied_at_nice = getpriority(PRIO_PROCESS, (id_t)gettid());
+    return KVK_OK;
+}
+
+Test(mover, what_nobody_waits_for_is_copied_by_a_thread_that_stands_back)
+{
+    static uint8_t source[3 << 20], target[3 << 20];
+    static const struct kvk_device_ops ops = {.copy = noting_copy};
+    struct kvk_device device = {.ops = &ops};
+    const struct kvk_mover_options options = {.thread_count = 1, .queue_max = 4};
+    struct kvk_mover *mover;
+    struct kvk_random random;
+    uint64_t sums[3];
+    struct kvk_copy copies[3];
+    kvk_random_init(&random, 2);
+    kvk_random_fill(&random, source, sizeof(source));
+    for (size_t i = 0; i < 3; i++) {
+        copies[i] = (struct kvk_copy){.target = target + (i << 20),
+                                      .source = source + (i << 20),
+                                      .size_bytes = 1 << 20,
+                                      .checksum = &sums[i]};
+    }
+    cr_assert_eq(kvk_mover_create(&options, &mover), KVK_OK);
+    cr_assert_eq(kvk_mover_copy_behind(mover, &device, copies, 3, NULL), KVK_OK);
+    cr_assert_arr_eq(target, source, sizeof(source));
+    cr_assert_eq(sums[2], kvk_checksum(source + (2 << 20), 1 << 20));
+    cr_expect_str_eq(copied_by, "kvk-behind");
+    cr_expect_geq(copied_at_nice, 10);
+    cr_expect_eq(kvk_mover_bytes(mover), sizeof(source));
+    cr_expect_eq(kvk_mover_rate(mover), 0, "its rate says nothing of what others get");
+    copies[0].size_bytes = 1; /* however small */
+    cr_assert_eq(kvk_mover_copy_behind(mover, &device, copies, 1, NULL), KVK_OK);
+    cr_expect_str_eq(copied_by, "kvk-behind");
+    cr_assert_eq(kvk_mover_copy_behind(mover, &device, copies, 0, NULL), KVK_OK);
+    kvk_mover_test_fail_next(mover);
+    cr_assert_eq(kvk_mover_copy_behind(mover, &device, copies, 1, NULL), KVK_INTERNAL);
+    cr_assert_eq(kvk_mover_copy(mover, &device, copies, 3, NULL), KVK_OK);
+    cr_expect_str_eq(copied_by, "kvk-move-0");
+    cr_expect_eq(copied_at_nice, getpriority(PRIO_PROCESS, 0));
+    kvk_mover_destroy(mover);
 }
 
 struct nested {
