@@ -32,6 +32,7 @@ struct entry {
     bool converts;    /* what was copied is in its own form still */
     bool wanted;      /* not there */
     bool staged;
+    bool again; /* it was not its fault: it waits for another turn */
 };
 
 struct batch {
@@ -471,9 +472,12 @@ static uint32_t stage_begin(struct kvk_remote_store *store, struct batch *batch)
         uint64_t number;
         const struct kvk_remote_member *member = kvk_remote_member_of(cache, group->space);
         if (!entry->wanted || (store->flags[entry->id] & KVK_REMOTE_SENDING) == 0 ||
-            !is_current(cache, entry->id) || member == NULL ||
-            !kvk_fleet_generation(member->fleet, &number) ||
+            !is_current(cache, entry->id) || member == NULL) {
+            continue;
+        }
+        if (!kvk_fleet_generation(member->fleet, &number) ||
             number != batch->numbers[entry->batch]) {
+            entry->again = true;
             continue;
         }
         const struct kvk_block *block = kvk_index_block(cache->index, entry->id);
@@ -623,7 +627,7 @@ static void store_drops(struct kvk_remote_store *store, struct batch *batch)
     kvk_lock(&cache->lock);
     uint64_t now_ns = kvk_clock_now(kvk_clock_monotonic());
     for (uint32_t i = 0; i < batch->count; i++) {
-        const struct entry *entry = &batch->entries[i];
+        struct entry *entry = &batch->entries[i];
         if (!entry->staged) {
             continue;
         }
@@ -637,6 +641,7 @@ static void store_drops(struct kvk_remote_store *store, struct batch *batch)
             continue;
         }
         store->stats.send_failures++;
+        entry->again = result == KVK_REMOTE_UNAVAILABLE || result == KVK_REMOTE_DEADLINE;
         store->paused_until_ns = now_ns + (result == KVK_REMOTE_FULL ? FULL_PAUSE_NS : PAUSE_NS);
     }
 }
@@ -651,7 +656,8 @@ static void batch_end(struct kvk_remote_store *store, struct batch *batch, bool 
         uint8_t *flags = &store->flags[entry->id];
         bool is_ours = (*flags & KVK_REMOTE_SENDING) != 0;
         *flags &= (uint8_t)~KVK_REMOTE_SENDING;
-        if (is_ours && !answered && (*flags & (KVK_REMOTE_THERE | KVK_REMOTE_QUEUED)) == 0) {
+        if (is_ours && (!answered || entry->again) &&
+            (*flags & (KVK_REMOTE_THERE | KVK_REMOTE_QUEUED)) == 0) {
             (void)queue_add(store, entry->id);
         }
         KVK_ASSERT(entry->group->space->reference_count > 0);

@@ -18,7 +18,7 @@
 #include "daemon/remote_internal.h"
 #include "tests/engine_stage.h"
 
-#define REMOTE_WAIT_MS 10000
+#define REMOTE_WAIT_MS 20000
 
 struct remote_server {
     char folder[64];
@@ -190,7 +190,9 @@ static inline void node_init(struct stage *node, const struct remote_server *ser
     (void)snprintf(remote->key_file, sizeof(remote->key_file), "%s/key", server->folder);
     remote->admit_uses = 1;
     remote->fetch_tokens = 1;
-    remote->generation_ms = 200;
+    remote->generation_ms = 1000; /* all of it as long as a machine that is busy may need */
+    remote->ask_ms = remote->fetch_ms = remote->store_ms = REMOTE_WAIT_MS;
+    remote->node_timeout_ms = REMOTE_WAIT_MS / 2;
 }
 
 static inline struct kvk_remote_report node_report(struct stage *node)
@@ -292,6 +294,24 @@ static inline void node_share(struct stage *node, const uint32_t *tokens, uint64
     stage_cache(node, tokens, count, tag);
     blocks -= cached / node->geometry.block_tokens;
     NODE_UNTIL(node, report.stats.sent_blocks >= before + blocks);
+}
+
+/* ---- Prompts ---- */
+
+#define TOKENS 41U /* ten blocks, and one token to compute */
+
+static inline void ten_blocks(uint32_t tokens[TOKENS], uint32_t first)
+{
+    house_tokens(tokens, TOKENS, first);
+}
+
+static inline void verify_hit(struct stage *node, const uint32_t *tokens, uint64_t count,
+                              uint64_t cached, uint32_t tag)
+{
+    struct kvk_sequence_reply reply = stage_open(node, tokens, count);
+    cr_assert_eq(reply.cached_tokens, cached);
+    stage_verify(node, reply.sequence_id, 0, cached, tag);
+    stage_close(node, reply.sequence_id);
 }
 
 #endif

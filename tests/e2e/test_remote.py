@@ -28,7 +28,11 @@ seeds = 127.0.0.1:{port}
 key_file = {folder}/fleet.key
 admit_uses = 1
 fetch_tokens = 4
-generation_ms = 300 ms
+generation_ms = 1 s
+ask_ms = 10 s
+fetch_ms = 10 s
+store_ms = 10 s
+node_timeout_ms = 5 s
 """
 
 PENDING = (pb.REMOTE_STATE_ASKED, pb.REMOTE_STATE_FETCHING)
@@ -219,8 +223,7 @@ def test_an_invalidation_while_one_stands_still(nodes):
     assert answer.spaces == 1 and answer.store_pending_spaces == 0
     assert a.lookup(a.space, values).cached_tokens == 0
     wait_for(lambda: b.lookup(b.space, values, retry=True).cached_tokens == 0)
-    for _ in range(50):
-        assert settled(b, values).cached_tokens == 0
+    assert settled(b, values).cached_tokens == 0
     assert figure(b, "kvkeep_remote_generation_learned_total") == 1
     assert figure(a, "kvkeep_remote_generation_raises_total") == 1
     share(a, values, "second")

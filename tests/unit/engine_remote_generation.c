@@ -1,0 +1,190 @@
+/*
+ * The remote store in the engine, on a real Redis server: an invalidation on one node reaches all,
+ * and what the store has of before.
+ */
+#include "tests/engine_remote.h"
+
+/* Until the node has heard of it. */
+static void node_forgets(struct stage *node, const struct kvk_prompt *prompt)
+{
+    for (int i = 0; i < REMOTE_WAIT_MS / 5 && node_lookup(node, prompt).cached_tokens > 0; i++) {
+        house_sleep_ms(5);
+    }
+    cr_assert_eq(node_settle(node, prompt).cached_tokens, 0);
+}
+
+static void invalidate(struct stage *node, uint64_t pending)
+{
+    struct kvk_invalidate_reply reply;
+    const struct kvk_invalidate_request request = {.space_id = node->space};
+    STAGE_OK(node, kvk_invalidate(node->house.cache, &node->house.caller, &request, &reply,
+                                  &node->house.error));
+    cr_assert_eq(reply.spaces, 1);
+    cr_assert_eq(reply.store_pending, pending);
+}
+
+Test(engine_remote_generation, an_invalidation_reaches_all, .timeout = 200)
+{
+    struct remote_server server;
+    struct stage a;
+    struct stage b;
+    struct stage c;
+    uint32_t tokens[TOKENS];
+    remote_server_start(&server);
+    node_init(&a, &server);
+    node_init(&b, &server);
+    node_init(&c, &server);
+    node_start(&a, 64);
+    node_start(&b, 64);
+    node_start(&c, 64);
+    ten_blocks(tokens, 1);
+    node_share(&a, tokens, 40, 1);
+    node_await(&b, tokens, TOKENS, 40);
+    uint64_t learned = node_report(&b).fleet.learned;
+    invalidate(&a, 0);
+    const struct kvk_prompt prompt = {.tokens = tokens, .token_count = 40};
+    for (int i = 0; i < 100; i++) { /* neither here nor from the store, from now on */
+        cr_assert_eq(node_lookup(&a, &prompt).cached_tokens, 0);
+        cr_assert_eq(node_lookup(&c, &prompt).cached_tokens, 0);
+        house_sleep_ms(5);
+    }
+    cr_assert_eq(node_report(&c).stats.fetched_blocks, 0);
+    node_forgets(&b, &prompt); /* which had it in memory */
+    cr_assert_eq(node_report(&b).fleet.learned, learned + 1);
+    /* Computed anew it is shared again, and the old ones' places are taken. */
+    node_ready(&a);
+    node_share(&a, tokens, 40, 2);
+    node_await(&b, tokens, TOKENS, 40);
+    verify_hit(&b, tokens, TOKENS, 40, 2);
+    node_await(&c, tokens, TOKENS, 40);
+    verify_hit(&c, tokens, TOKENS, 40, 2);
+    cr_assert_eq(remote_values(&server), 10);
+    stage_stop(&a);
+    stage_stop(&b);
+    stage_stop(&c);
+    remote_server_stop(&server);
+}
+
+/* A node that was away has its blocks on its own disk, and does not serve them. */
+static void away_start(struct stage *b, const struct remote_server *server, const char *folder)
+{
+    const struct kvk_geometry geometry = house_geometry();
+    node_init(b, server);
+    (void)snprintf(b->house.config.durable_folder, sizeof(b->house.config.durable_folder), "%s",
+                   folder);
+    b->house.config.disk_bytes = 1 << 20;
+    b->house.config.disk_admit_uses = 1;
+    b->house.config.disk_direct = false;
+    node_start_with(b, &geometry, 1, UINT64_C(64) * 1024);
+}
+
+Test(engine_remote_generation, an_invalidation_reaches_who_was_away, .timeout = 200)
+{
+    struct remote_server server;
+    struct stage a;
+    struct stage b;
+    uint32_t tokens[TOKENS];
+    char folder[96];
+    remote_server_start(&server);
+    (void)snprintf(folder, sizeof(folder), "%s/data", server.folder);
+    node_init(&a, &server);
+    node_start(&a, 64);
+    ten_blocks(tokens, 1);
+    node_share(&a, tokens, 40, 1);
+    away_start(&b, &server, folder);
+    node_ready(&b);
+    node_await(&b, tokens, TOKENS, 40);
+    for (int i = 0; i < 1000; i++) {
+        kvk_lock(&b.house.cache->lock);
+        uint64_t written = b.house.cache->stats.disk_written_blocks;
+        kvk_unlock(&b.house.cache->lock);
+        if (written == 10) {
+            break;
+        }
+        house_sleep_ms(5);
+    }
+    stage_stop(&b);
+    /* Away and back: it is there again. */
+    away_start(&b, &server, folder);
+    cr_assert_eq(house_cached(&b.house, b.space, tokens, 40), 40);
+    node_ready(&b);
+    stage_stop(&b);
+    /* Away, and meanwhile it was invalidated. */
+    invalidate(&a, 0);
+    away_start(&b, &server, folder);
+    node_ready(&b); /* it uses the store only once it knows */
+    const struct kvk_prompt prompt = {.tokens = tokens, .token_count = 40};
+    cr_assert_eq(node_settle(&b, &prompt).cached_tokens, 0);
+    cr_assert_eq(node_report(&b).stats.fetched_blocks, 0);
+    stage_stop(&a);
+    stage_stop(&b);
+    remote_server_stop(&server);
+}
+
+/* Invalidated while the store was away: it gets to know when it is back. */
+Test(engine_remote_generation, an_invalidation_that_has_to_wait, .timeout = 200)
+{
+    struct remote_server server;
+    struct stage a;
+    struct stage b;
+    uint32_t tokens[TOKENS];
+    remote_server_start(&server);
+    node_init(&a, &server);
+    node_init(&b, &server);
+    node_start(&a, 64);
+    node_start(&b, 64);
+    ten_blocks(tokens, 1);
+    node_share(&a, tokens, 40, 1);
+    cr_assert_eq(kill(server.pid, SIGSTOP), 0);
+    NODE_UNTIL(&a, report.spaces_out == 1);
+    uint64_t learned = node_report(&b).fleet.learned;
+    invalidate(&a, 1);
+    const struct kvk_prompt prompt = {.tokens = tokens, .token_count = 40};
+    cr_assert_eq(node_lookup(&a, &prompt).cached_tokens, 0);
+    cr_assert_eq(kill(server.pid, SIGCONT), 0);
+    node_ready(&a); /* its number is in the store now */
+    cr_assert_eq(node_settle(&a, &prompt).cached_tokens, 0);
+    NODE_UNTIL(&b, report.fleet.learned == learned + 1);
+    node_forgets(&b, &prompt);
+    stage_stop(&a);
+    stage_stop(&b);
+    remote_server_stop(&server);
+}
+
+/* A salt's invalidation ends what the store has of the space, and what others have. */
+Test(engine_remote_generation, a_salt_s_invalidation, .timeout = 200)
+{
+    struct remote_server server;
+    struct stage a;
+    struct stage b;
+    uint32_t tokens[TOKENS];
+    remote_server_start(&server);
+    node_init(&a, &server);
+    node_init(&b, &server);
+    node_start(&a, 64);
+    node_start(&b, 64);
+    ten_blocks(tokens, 1);
+    const struct kvk_prompt salted = {
+        .tokens = tokens, .token_count = 40, .salt = (const uint8_t *)"user-1", .salt_size = 6};
+    const struct kvk_prompt plain = {.tokens = tokens, .token_count = 40};
+    const struct kvk_open_request request = {.prompt = salted, .tier = -1};
+    struct kvk_sequence_reply reply;
+    STAGE_OK(&a, stage_try_open(&a, &request, &reply));
+    stage_fill(&a, reply.sequence_id, 3);
+    stage_close(&a, reply.sequence_id);
+    stage_cache(&a, tokens, 40, 1);
+    NODE_UNTIL(&a, report.stats.sent_blocks == 20);
+    cr_assert_eq(node_settle(&b, &salted).cached_tokens, 40);
+
+    struct kvk_invalidate_reply answer;
+    const struct kvk_invalidate_request invalidation = {
+        .space_id = a.space, .by_salt = true, .salt = house_view("user-1")};
+    STAGE_OK(
+        &a, kvk_invalidate(a.house.cache, &a.house.caller, &invalidation, &answer, &a.house.error));
+    cr_assert_eq(node_lookup(&a, &salted).cached_tokens, 0);
+    cr_assert_eq(node_lookup(&a, &plain).cached_tokens, 40); /* the others' stay here */
+    node_forgets(&b, &salted);
+    stage_stop(&a);
+    stage_stop(&b);
+    remote_server_stop(&server);
+}
