@@ -115,6 +115,8 @@ def test_what_cannot_be_converted(daemon, one):
 
 
 FEW_BLOCKS = """
+[cache]
+policy = lru
 [tiers]
 device_bytes = {device}
 host_bytes = {host}
