@@ -264,6 +264,8 @@ Test(engine_remote, scribbled_values_are_misses, .timeout = 200)
         cr_assert_leq(reply.cached_tokens, 4); /* one value may have been left where it belongs */
         const struct kvk_remote_counters counters = node_report(&b).health.counters;
         cr_assert_gt(counters.blocks[scribbles[i].operation][scribbles[i].result], 0, "%u", i);
+        cr_assert(scribbles[i].operation != KVK_REMOTE_FETCH ||
+                  node_report(&b).stats.fetch_failures > 0);
         verify_hit(&b, tokens, 40, reply.cached_tokens, i);
         /* Here it is computed again, and takes the place of what they made of it. */
         stage_cache(&b, tokens, 40, i);

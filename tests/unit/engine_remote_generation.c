@@ -188,3 +188,45 @@ Test(engine_remote_generation, a_salt_s_invalidation, .timeout = 200)
     stage_stop(&b);
     remote_server_stop(&server);
 }
+
+/* What is on its way when its space is invalidated comes too late. */
+Test(engine_remote_generation, what_comes_too_late, .timeout = 200)
+{
+    struct remote_server server;
+    struct stage a;
+    struct stage b;
+    static uint32_t tokens[TOKENS];
+    struct kvk_geometry geometry = house_geometry();
+    const uint64_t host_bytes = UINT64_C(160) << 20;
+    bool overtaken = false;
+    geometry.head_size_k = geometry.head_size_v = 512;
+    geometry.layers = 128; /* 4 MiB */
+    remote_server_start(&server);
+    node_init(&a, &server);
+    node_init(&b, &server);
+    a.house.config.remote.generation_ms = b.house.config.remote.generation_ms = 100;
+    node_start_with(&a, &geometry, 1, host_bytes);
+    node_start_with(&b, &geometry, 1, host_bytes);
+    const struct kvk_prompt prompt = {.tokens = tokens, .token_count = 40};
+    for (uint32_t i = 0; i < 20 && !overtaken; i++) {
+        ten_blocks(tokens, 1000 * i);
+        NODE_UNTIL(&a, report.spaces_out == 0);
+        uint64_t sent = node_report(&a).stats.sent_blocks;
+        uint64_t id = stage_open(&a, tokens, 40).sequence_id;
+        house_seal(&a.house, a.session, id, 40); /* whatever lies there */
+        stage_close(&a, id);
+        NODE_UNTIL(&a, report.stats.sent_blocks == sent + 10);
+        node_ready(&b);
+        while (node_lookup(&b, &prompt).remote.state == KVK_REMOTE_USE_ASKED) {
+            house_sleep_ms(1);
+        }
+        invalidate(&b, 0);
+        cr_assert_eq(node_lookup(&b, &prompt).cached_tokens, 0);
+        overtaken = node_report(&b).stats.overtaken > 0;
+        NODE_UNTIL(&a, report.fleet.learned > i);
+    }
+    cr_assert(overtaken);
+    stage_stop(&a);
+    stage_stop(&b);
+    remote_server_stop(&server);
+}

@@ -291,6 +291,28 @@ Test(engine_remote_policy, queues_are_bounded, .timeout = 200)
     remote_server_stop(&server);
 }
 
+/* What leaves memory before its turn is not sent. */
+Test(engine_remote_policy, who_comes_too_late, .timeout = 200)
+{
+    struct remote_server server;
+    struct stage a;
+    uint32_t tokens[TOKENS];
+    remote_server_start(&server);
+    node_init(&a, &server);
+    a.house.config.remote.ask_ms = 500;
+    node_start(&a, 10);
+    cr_assert_eq(kill(server.pid, SIGSTOP), 0);
+    for (uint32_t i = 0; i < 4; i++) {
+        ten_blocks(tokens, 1000 * i);
+        stage_cache(&a, tokens, 40, i);
+    }
+    cr_assert_eq(kill(server.pid, SIGCONT), 0);
+    NODE_UNTIL(&a, report.stats.late_blocks > 0 && report.stats.sent_blocks >= 10);
+    verify_hit(&a, tokens, 40, 40, 3);
+    stage_stop(&a);
+    remote_server_stop(&server);
+}
+
 /* ---- Compact forms ---- */
 
 #define FORM_BLOCKS 4U
