@@ -7,6 +7,7 @@
 #include "base/assert.h"
 #include "base/log.h"
 #include "daemon/persist.h"
+#include "daemon/remote_store.h"
 #include "daemon/room_internal.h"
 #include "daemon/space_internal.h"
 
@@ -284,6 +285,45 @@ static enum kvk_status fail_waiting(const struct kvk_forget_counts *counts, uint
     return KVK_UNAVAILABLE;
 }
 
+/* Nothing of its spaces is found any more, nor in the store that daemons share, where a later
+ * tenant of this name has the same keys. A store that is away hears of it when it is back, from
+ * whoever opens such a space again. */
+static enum kvk_status spaces_end_drops(struct kvk_cache *cache, const struct kvk_caller *caller,
+                                        struct kvk_tenant_state *state, struct kvk_error *error)
+{
+    struct kvk_space **spaces = NULL;
+    uint32_t count = 0;
+    if (cache->remote == NULL || state->spaces == NULL) {
+        spaces_retire(cache, state);
+        return KVK_OK;
+    }
+    spaces = calloc(cache->config->spaces, sizeof(struct kvk_space *));
+    if (spaces == NULL) {
+        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for the spaces");
+    }
+    for (struct kvk_space *space = state->spaces; space != NULL; space = space->tenant_next) {
+        if (!space->is_public) {
+            space->reference_count++; /* stays while the lock is dropped */
+            spaces[count++] = space;
+        }
+    }
+    enum kvk_status status = kvk_remote_raise_begin_drops(cache, spaces, count, error);
+    if (status == KVK_OK) {
+        spaces_retire(cache, state);
+        kvk_unlock(&cache->lock);
+        uint32_t pending = kvk_remote_raise_end_unlocked(cache, spaces, count, caller->deadline_ns);
+        if (pending > 0) {
+            kvk_log(KVK_LOG_WARNING, "forget_store_waits", "spaces=%u", pending);
+        }
+        kvk_lock(&cache->lock);
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        spaces[i]->reference_count--;
+    }
+    free(spaces);
+    return status;
+}
+
 static enum kvk_status forget_drops(struct kvk_cache *cache, const struct kvk_caller *caller,
                                     const struct kvk_tenant *tenant,
                                     struct kvk_forget_counts *counts, struct kvk_error *error)
@@ -299,7 +339,10 @@ static enum kvk_status forget_drops(struct kvk_cache *cache, const struct kvk_ca
         return status;
     }
     kvk_public_forget(cache, tenant);
-    spaces_retire(cache, state);
+    status = spaces_end_drops(cache, caller, state, error);
+    if (status != KVK_OK) {
+        return status;
+    }
     uint32_t busy = 0;
     for (uint32_t i = 0; i < WAITS; i++) {
         let_go_drops(cache, tenant, state, counts);

@@ -10,7 +10,8 @@ import grpc
 from kvkeep.v1 import kvkeep_pb2 as pb
 
 from conftest import binary, promised
-from test_remote import CONFIG, Store, pytestmark, store  # noqa: F401
+from test_remote import (CONFIG, dear_space, figure, pytestmark, settled, store,  # noqa: F401
+                         wait_for)
 from worker import BLOCK_TOKENS, Refused, Worker
 
 TENANT = """
@@ -100,3 +101,56 @@ def test_uses_are_counted_by_tier(daemon):
         before['kvkeep_block_uses_total{tier="device"}'] + 3
     assert after['kvkeep_block_uses_total{tier="disk"}'] == 0
     worker.leave()
+
+
+DELETED = """
+[durable]
+folder = {folder}/durable-{name}
+keeper = no
+[tenant own]
+[credential operator]
+uids = {uid}
+tenants = own
+admin = yes
+"""
+
+
+def test_a_deleted_tenants_name_brings_nothing_back(start, store, folder):
+    """Keys in the store follow from the tenant's name: one that is deleted takes with it what a
+    later tenant of that name would find there."""
+    key = pathlib.Path(folder) / "fleet.key"
+    key.write_text(os.urandom(32).hex() + "\n")
+    key.chmod(0o600)
+    daemons = [start(CONFIG.format(port=store.port, folder=folder) +
+                     DELETED.format(folder=folder, name=name, uid=os.geteuid()))
+               for name in "ab"]
+
+    def tenant_on(daemon):
+        admin = Worker(daemon)
+        admin.call("CreateTenant", pb.CreateTenantRequest(name=b"acme"), stub=admin.admin)
+        token = admin.call("CreateCredential", pb.CreateCredentialRequest(
+            name=b"acme", tenants=[b"acme"], token=True), stub=admin.admin).token.decode()
+        worker = Worker(daemon, token=token)
+        worker.space = dear_space(worker)
+        return admin, worker
+
+    (admin, worker), (_, other) = tenant_on(daemons[0]), tenant_on(daemons[1])
+    values = list(range(100, 140))
+    for each in (admin, Worker(daemons[1])):
+        wait_for(lambda each=each: figure(each, "kvkeep_remote_spaces") == 1 and
+                 figure(each, "kvkeep_remote_spaces_out") == 0)
+    worker.close(worker.prefill(worker.space, values, "first").sequence_id)
+    wait_for(lambda: figure(admin, "kvkeep_remote_sent_blocks_total") >= 10)
+    assert settled(other, values).cached_tokens == 40
+
+    worker.leave()
+    admin.call("DeleteTenant", pb.DeleteTenantRequest(name=b"acme"), stub=admin.admin)
+    admin.leave()
+    admin, worker = tenant_on(daemons[0])  # somebody else of this name
+    wait_for(lambda: figure(admin, "kvkeep_remote_spaces") == 1 and
+             figure(admin, "kvkeep_remote_spaces_out") == 0)
+    answer = settled(worker, values)
+    assert answer.cached_tokens == 0 and answer.remote.state == pb.REMOTE_STATE_ABSENT
+    assert settled(other, values).cached_tokens == 0  # the name is one tenant in the whole fleet
+    for each in (admin, worker, other):
+        each.leave()
