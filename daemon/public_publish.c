@@ -590,6 +590,7 @@ static enum kvk_status put_back_drops(struct publishing *job, const struct kvk_p
 {
     const struct kvk_public_record *record = &file->record;
     for (uint32_t g = 0; g < job->space->group_count; g++) {
+        KVK_ASSERT(job->places[g] != NULL);
         job->counts[g] = record->counts[g];
         memcpy(job->places[g], record->places[g], record->counts[g] * sizeof(uint32_t));
     }

@@ -24,7 +24,7 @@ static struct {
 
 static const uint8_t fleet_key[32] = "a key that the whole fleet has";
 
-static void house_end(void)
+void house_end(void)
 {
     (void)command("kill -KILL $(cat %s/pid) 2>/dev/null; rm -rf %s", house.folder, house.folder);
 }

@@ -29,7 +29,7 @@ static struct {
     struct kvk_remote_crypt *crypt;
 } house;
 
-static void house_end(void)
+void house_end(void)
 {
     char command[512];
     if (house.started) {

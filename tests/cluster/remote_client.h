@@ -23,8 +23,9 @@
 
 /* A submission is a few microseconds; a loaded machine may take the CPU away meanwhile. */
 #define SUBMIT_NS_MAX (promised_ms(200) * KVK_NS_PER_MS)
-#define LATE_NS_MAX (promised_ms(500) * KVK_NS_PER_MS) /* a callback after its deadline, likewise  \
-                                                        */
+#define LATE_NS_MAX                                                                                \
+    (promised_ms(500) * KVK_NS_PER_MS) /* a callback after its deadline, likewise                  \
+                                        */
 
 #define CHECK(condition)                                                                           \
     do {                                                                                           \
@@ -35,7 +36,7 @@
     } while (0)
 
 /* Each program says how what it started ends. */
-static void house_end(void);
+void house_end(void);
 
 static inline _Noreturn void client_fail(void)
 {

@@ -23,7 +23,7 @@ static struct {
     struct kvk_remote_space space;
 } house;
 
-static void house_end(void)
+void house_end(void)
 {
     (void)command("kill -KILL $(cat %s/pid) 2>/dev/null; rm -rf -- %s", house.folder, house.folder);
 }
