@@ -159,6 +159,19 @@ static void sequence_finish(struct stage *stage, const struct prompt *asked,
     stage_close(stage, id);
 }
 
+/* A look-up says before what an opening finds. */
+static void look(struct stage *stage, const struct kvk_open_request *request, uint64_t expected,
+                 uint64_t part)
+{
+    const struct kvk_lookup_request lookup = {
+        .space_id = stage->space, .prompt = request->prompt, .leave_last = request->leave_last};
+    struct kvk_lookup_reply found;
+    STAGE_OK(stage, kvk_lookup(stage->house.cache, &stage->house.caller, &lookup, &found,
+                               &stage->house.error));
+    cr_assert_eq(found.cached_tokens, expected);
+    cr_assert_eq(found.partial_tokens, part);
+}
+
 static void round_run(struct model *model)
 {
     struct prompt asked;
@@ -175,13 +188,7 @@ static void round_run(struct model *model)
     uint64_t part;
     uint64_t limit = request.leave_last ? asked.length - 1 : asked.length;
     uint64_t expected = reference(model, &asked, limit, &part);
-    const struct kvk_lookup_request lookup = {
-        .space_id = stage->space, .prompt = request.prompt, .leave_last = request.leave_last};
-    struct kvk_lookup_reply found;
-    STAGE_OK(stage, kvk_lookup(stage->house.cache, &stage->house.caller, &lookup, &found,
-                               &stage->house.error));
-    cr_assert_eq(found.cached_tokens, expected);
-    cr_assert_eq(found.partial_tokens, part);
+    look(stage, &request, expected, part);
     struct kvk_sequence_reply reply;
     STAGE_OK(stage, stage_try_open(stage, &request, &reply));
     cr_assert_eq(reply.cached_tokens, expected, "%lu, not %lu", (unsigned long)reply.cached_tokens,
