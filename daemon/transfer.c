@@ -102,14 +102,15 @@ static enum kvk_status transfer_find(struct transferring *to, const struct kvk_c
     for (uint32_t g = 0; g < to->space->group_count; g++) {
         for (uint64_t i = 0;
              kvk_group_is_compact_below(to->space->groups[g]) && i < request->block_count; i++) {
-            uint32_t id = to->blocks[g][request->first_block + i];
+            uint64_t index = request->first_block + i;
+            uint32_t id = to->blocks[g][index];
             if (id != KVK_BLOCK_NONE &&
                 kvk_block_tier(kvk_index_block(to->cache->index, id)) == KVK_TIER_HOST) {
                 return kvk_fail_limit(error, KVK_PRECONDITION, KVK_CAUSE_FIELD, "first_block",
-                                      request->first_block + i, 0,
+                                      index, 0,
                                       "block %llu lies in the host tier, in a compact format "
                                       "(host_format): ReadBlocks reads it",
-                                      (unsigned long long)(request->first_block + i));
+                                      (unsigned long long)index);
             }
         }
     }
