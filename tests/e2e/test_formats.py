@@ -9,13 +9,34 @@ import subprocess
 import grpc
 import pytest
 
-from conftest import Daemon, binary
+import conftest
+from conftest import binary
 from test_durable import TIERS, open_space, stats, store
 from worker import BLOCK_TOKENS, HEAD_SIZE, Refused, Worker, block_bytes, group, pb
 
 CODE = grpc.StatusCode
 BLOCKS = 8
 VALUES = BLOCKS * BLOCK_TOKENS
+
+
+RUNNING = []
+
+
+class Daemon(conftest.Daemon):
+    """One that does not outlive its test."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        RUNNING.append(self.process)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    yield
+    while RUNNING:
+        process = RUNNING.pop()
+        process.kill()
+        process.wait()
 
 
 def start_one(folder, name):
