@@ -130,7 +130,8 @@ static uint8_t *output_room(struct kvk_remote_connection *connection, size_t siz
         connection->output_size = 0;
     }
     /* Not sooner than half of it is written, or every request would move all of the others. */
-    if (connection->output_capacity - connection->output_size < size &&
+    if (connection->output_done > 0 &&
+        connection->output_capacity - connection->output_size < size &&
         connection->output_done >= connection->output_capacity / 2) {
         memmove(connection->output, connection->output + connection->output_done,
                 connection->output_size - connection->output_done);
