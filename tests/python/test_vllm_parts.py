@@ -606,7 +606,8 @@ def shared_store(tmp_path):
     server = subprocess.Popen(["redis-server", "--port", str(port), "--bind", "127.0.0.1",
                                "--save", "", "--appendonly", "no", "--dir", str(tmp_path)],
                               stdout=subprocess.DEVNULL)
-    yield f"\n[remote]\nseeds = 127.0.0.1:{port}\nkey_file = {key}\nfetch_tokens = 4\n"
+    yield f"\n[remote]\nseeds = 127.0.0.1:{port}\nkey_file = {key}\nfetch_tokens = 4\n" \
+        "ask_ms = 5 s\ngeneration_ms = 10 s\n"  # the machine may be busy
     server.kill()
     server.wait(30)
 
@@ -625,7 +626,12 @@ def test_what_another_machine_computed_comes_from_the_shared_store(start, tiny, 
             stats = client.admin.GetStats(pb.GetStatsRequest(), metadata=client.metadata).stats
         return {stat.name.decode(): stat.value for stat in stats}["kvkeep_remote_sent_blocks_total"]
 
-    wait(lambda: sent() == 30)
+    def out():
+        with kvkeep.connect(two.settings.target) as client:
+            return client.admin.GetOccupancy(pb.GetOccupancyRequest(),
+                                             metadata=client.metadata).remote.spaces_out
+
+    wait(lambda: sent() == 30 and out() == 0)
     for i, prompt in enumerate(prompts):
         assert two.run(Ask(f"c{i}", prompt)) == 40  # run() compares what was loaded
     two.settle()

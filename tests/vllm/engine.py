@@ -133,8 +133,8 @@ class Engine:
         if broken:
             copy = type(worker)._copy
 
-            def fail(link, order, load):
-                copy(worker, link, order, load)
+            def fail(link, order, load, *more):
+                copy(worker, link, order, load, *more)
                 if load:
                     raise OSError("broken by a test")
 
@@ -149,8 +149,8 @@ class Engine:
         if spoiled:
             copy = type(worker)._copy
 
-            def spoil(link, order, load):
-                copy(worker, link, order, load)
+            def spoil(link, order, load, *more):
+                copy(worker, link, order, load, *more)
                 if load:
                     for layer in worker._groups[0]:
                         for block in order.engine_blocks:
