@@ -303,6 +303,29 @@ def test_a_preempted_request_comes_back_to_what_it_had(start, tiny):
     assert counted["kvkeep_lookup_total"] == 1 and counted["kvkeep_lookup_retries_total"] == 1
 
 
+def test_a_preempted_request_that_is_asked_for_at_once_finds_what_it_had(start, tiny):
+    """Its blocks are sealed on a thread of ours: the next look-up comes after that."""
+    engine = tiny(start(TIERS.format(1024)))
+    seal = engine.scheduler._seal
+
+    def slow(tracked):
+        time.sleep(0.3)
+        seal(tracked)
+
+    engine.scheduler._seal = slow
+    ask = Ask("a", words(1, 30))
+    engine.prefill(ask)
+    engine.step([(ask, 18)])
+    ask.computed, ask.again = 0, True
+    engine.step(preempted=["a"])
+    engine.free += engine.tables.pop("a")
+    assert engine.prefill(ask) == 16
+    engine.check(ask, 16)
+    engine.finish(ask)
+    engine.settle()
+    assert not engine.scheduler._unsealed
+
+
 def test_a_preemption_saves_what_has_a_place(start, tiny):
     """A block filled in the last step, whose place came since: it is saved before others get
     vLLM's block."""

@@ -37,7 +37,7 @@ logger = logging.getLogger("vllm.kvkeep")
 RECONNECT_MS_MAX = 5000
 PIN_MS = 60_000
 RETRY = Retry(attempts=2, first_ms=5, longest_ms=20)  # others' jobs wait behind
-REMOTE_PAUSE_S = 0.003
+PAUSE_S = 0.003  # before it is looked again whether something has come
 TOUCHES_MAX = 256  # waiting to be told; what is past them is left out
 
 
@@ -180,6 +180,7 @@ class SchedulerSide:
         self._space_lock = threading.Lock()
         self._adapters = Adapters()
         self._tracked: dict[str, _Tracked] = {}
+        self._unsealed: dict[str, _Tracked] = {}  # preempted, and not sealed yet
         self._orders: dict[int, _Order] = {}
         self._to_load: list[_Tracked] = []
         self._finishing: list[_Tracked] = []
@@ -411,6 +412,7 @@ class SchedulerSide:
             end = min(tracked.bound, self._covered(tracked))
             if end > tracked.ordered:
                 orders.early_saves.append(self._order_save(tracked, end, last=False))
+        self._unsealed[request_id] = tracked
         self._end(tracked)
 
     def finished(self, request_id: str, computed: int, engine_blocks: SequenceOf[int]) -> bool:
@@ -554,8 +556,9 @@ class SchedulerSide:
         tracked.may_save = False
         tracked.state = State.CLOSING
         tracked.holder = None
-        if self._tracked.get(tracked.key) is tracked:
-            del self._tracked[tracked.key]
+        for known in (self._tracked, self._unsealed):
+            if known.get(tracked.key) is tracked:
+                del known[tracked.key]
 
     # ------------------------------------------------------------- threads of ours
 
@@ -594,6 +597,9 @@ class SchedulerSide:
         """Find the prefix and hold it, with room for the rest: one call. Without room for that,
         hold what was found."""
         request = tracked.request
+        if self._seals_first(tracked):
+            self._opens.put(lambda: self._open(up, tracked))
+            return
         holder: Sequence | Lease | None = None
         space = None
         refused = 0
@@ -618,6 +624,17 @@ class SchedulerSide:
                 return
             self._settle(tracked, space, holder)
 
+    def _seals_first(self, tracked: _Tracked) -> bool:
+        """It was preempted, and what it had computed is just being sealed."""
+        with self._lock:
+            waits = tracked.key in self._unsealed and not tracked.over
+        waited_ms = (time.monotonic() - tracked.asked_at) * 1e3
+        if not waits or waited_ms >= self.settings.lookup_wait_ms / 2:
+            return False
+        if self._opens.empty():
+            time.sleep(PAUSE_S)
+        return True
+
     def _more_comes(self, up: _Up, space: Space, tracked: _Tracked, tokens: list[int]) -> bool:
         """Others' answers first: the store that daemons share is asked for the rest of this prompt,
         and there is time to wait for it."""
@@ -625,7 +642,7 @@ class SchedulerSide:
         if tracked.over or waited_ms >= self.settings.remote_wait_ms:
             return False
         if tracked.looks > 0 and self._opens.empty():
-            time.sleep(REMOTE_PAUSE_S)
+            time.sleep(PAUSE_S)
         found = up.client.lookup(space, _prompt(tracked.request, tokens),
                                  retry=tracked.request.again or tracked.looks > 0)
         tracked.looks += 1
@@ -696,10 +713,16 @@ class SchedulerSide:
             if holder is not None:
                 self._seal(tracked)
         finally:
+            self._sealed(tracked)
             if isinstance(holder, Sequence):
                 holder.close()
             elif holder is not None:
                 holder.release()
+
+    def _sealed(self, tracked: _Tracked) -> None:
+        with self._lock:
+            if self._unsealed.get(tracked.key) is tracked:
+                del self._unsealed[tracked.key]
 
     def _keep_connected(self) -> None:
         wait_ms = self.settings.reconnect_ms
