@@ -98,8 +98,12 @@ static uint64_t now_ns(void)
 
 /* ---- Numbers and entries ---- */
 
-/* Never used before, as far as clock and chance can tell; later ones are higher. */
-static uint64_t number_fresh(void)
+/*
+ * Higher than `above`, and never used before, as far as clock and chance can tell. Where the clock
+ * is behind what is known, chance alone tells two nodes' numbers apart: with one and the same, the
+ * second of two invalidations would pass for the first, which others may have learnt long before.
+ */
+static uint64_t number_fresh(uint64_t above)
 {
     struct timespec time;
     uint64_t chance = 0;
@@ -107,7 +111,9 @@ static uint64_t number_fresh(void)
     KVK_ASSERT(failed == 0);
     kvk_random_secret(&chance, sizeof(chance));
     uint64_t ms = (uint64_t)time.tv_sec * 1000 + (uint64_t)time.tv_nsec / KVK_NS_PER_MS;
-    return ms << NUMBER_CHANCE_BITS | (chance >> (64 - NUMBER_CHANCE_BITS));
+    chance >>= 64 - NUMBER_CHANCE_BITS;
+    uint64_t number = ms << NUMBER_CHANCE_BITS | chance;
+    return number > above ? number : above + 1 + chance;
 }
 
 static void entry_check(const struct kvk_fleet *fleet, const uint8_t *digest, uint64_t number,
@@ -357,7 +363,7 @@ static void number_tell(struct kvk_fleet *fleet, struct kvk_fleet_member *member
     kvk_unlock(&fleet->lock);
     bool begin = number == 0;
     if (begin) {
-        number = number_fresh();
+        number = number_fresh(0);
     }
     if (!number_add(fleet, member, number)) {
         return;
@@ -382,8 +388,7 @@ static void number_tell(struct kvk_fleet *fleet, struct kvk_fleet_member *member
 static void number_overtake(struct kvk_fleet *fleet, struct kvk_fleet_member *member,
                             uint64_t highest)
 {
-    uint64_t number = number_fresh();
-    number = number > highest ? number : highest + 1;
+    uint64_t number = number_fresh(highest);
     number_save(fleet, member, number);
     kvk_lock(&fleet->lock);
     number_hide(member);
@@ -631,8 +636,7 @@ enum kvk_status kvk_fleet_raise_begin(struct kvk_fleet_member *member, struct kv
         (void)kvk_condition_wait(&fleet->changed, &fleet->lock, UINT64_MAX);
     }
     number_hide(member);
-    uint64_t number = number_fresh();
-    number = number > member->known ? number : member->known + 1;
+    uint64_t number = number_fresh(member->known);
     kvk_unlock(&fleet->lock);
 
     enum kvk_status status = value_put(fleet, member->digest, number, error);

@@ -3,6 +3,7 @@ request between a scheduler's half and two ranks' halves over a real daemon."""
 
 import dataclasses
 import os
+import pathlib
 import random
 import secrets
 import shutil
@@ -569,12 +570,20 @@ def test_an_abort_during_a_load_holds_nothing(start, tiny):
         assert sequences(client) == 0
 
 
+def stop(daemon):
+    """Stopped when this returns: all of its threads, which the signal reaches one after another."""
+    os.kill(daemon.process.pid, signal.SIGSTOP)
+    tasks = pathlib.Path(f"/proc/{daemon.process.pid}/task")
+    wait(lambda: all((task / "stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+                     for task in tasks.iterdir()))
+
+
 def test_nothing_waits_for_a_daemon_that_does_not_answer(start, tiny):
     daemon = start(TIERS.format(1024))
     engine = tiny(daemon, call_timeout_s=10.0)
     engine.run(Ask("a", words(1, 24)))
     engine.settle()
-    os.kill(daemon.process.pid, signal.SIGSTOP)
+    stop(daemon)
     try:
         object.__setattr__(engine.settings, "lookup_wait_ms", 100)
         ask = Ask("b", words(2, 24))
