@@ -253,7 +253,9 @@ static bool append_put(struct kvk_remote_connection *connection, struct kvk_remo
                         request->name, entry_size);
     KVK_ASSERT(size > 0 && size < KVK_REMOTE_COMMAND_SIZE);
     memcpy(start + size, piece->memory, entry_size);
-    memcpy(start + size + entry_size, "\r\n", 2);
+    uint8_t *end = start + size + entry_size;
+    end[0] = '\r';
+    end[1] = '\n';
     connection->output_size += (size_t)size + entry_size + 2;
     return true;
 }
