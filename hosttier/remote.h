@@ -103,7 +103,6 @@ struct kvk_remote_batch {
     uint32_t block_count;                 /* 1 to KVK_REMOTE_BLOCKS_MAX */
     bool chain;           /* blocks are a chain, ancestors first: what lies behind the first gap is
                              not asked for where that is known in time (KVK_REMOTE_SKIPPED) */
-    bool lasting;         /* of a STORE: without the options' ttl_ms */
     uint64_t ttl_ms;      /* of a STORE: instead of the options' ttl_ms; 0: that */
     uint64_t deadline_ns; /* of the monotonic clock; it is done at the latest a few ms after */
     void (*done)(void *context, struct kvk_remote_batch *batch);

@@ -216,8 +216,8 @@ static bool store_put(struct kvk_remote_connection *connection, struct kvk_remot
     if (start == NULL) {
         return false;
     }
-    uint64_t ttl_ms = request->batch->lasting ? 0 : lane->remote->options.ttl_ms;
-    ttl_ms = request->batch->ttl_ms > 0 ? request->batch->ttl_ms : ttl_ms;
+    uint64_t ttl_ms =
+        request->batch->ttl_ms > 0 ? request->batch->ttl_ms : lane->remote->options.ttl_ms;
     int size = snprintf((char *)start, KVK_REMOTE_COMMAND_SIZE,
                         "%s*%d\r\n$3\r\nSET\r\n$%u\r\n%s\r\n$%zu\r\n",
                         request->asking ? "*1\r\n$6\r\nASKING\r\n" : "", ttl_ms > 0 ? 5 : 3,
