@@ -580,7 +580,8 @@ static void stage_drops(struct kvk_remote_store *store, struct batch *batch)
         return;
     }
     kvk_unlock(&cache->lock);
-    enum kvk_status status = kvk_mover_copy(cache->mover, device, batch->copies, count, &error);
+    enum kvk_status status =
+        kvk_mover_copy_behind(cache->mover, device, batch->copies, count, &error);
     kvk_lock(&cache->lock);
     cache->stats.copy_failures += status == KVK_OK ? 0 : 1;
     stage_end(store, batch, status == KVK_OK);
