@@ -6,13 +6,13 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include "base/assert.h"
 #include "base/log.h"
 #include "base/priority.h"
 #include "daemon/disk_tier_internal.h"
 #include "daemon/room_internal.h"
+#include "index/pages.h"
 
 #define WORD_BITS 64U
 #define TICK_NS (50 * KVK_NS_PER_MS)
@@ -194,22 +194,6 @@ void kvk_disk_tier_destroy(struct kvk_cache *cache)
 
 /* ---- Groups ---- */
 
-/* Zero pages, which cost nothing until they are written. NULL: no address space. */
-static void *pages_create(size_t size)
-{
-    void *pages = mmap(NULL, size, PROT_READ | PROT_WRITE,
-                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    return pages == MAP_FAILED ? NULL : pages;
-}
-
-static void pages_destroy(void *pages, size_t size)
-{
-    if (pages != NULL) {
-        int failed = munmap(pages, size);
-        KVK_ASSERT(failed == 0);
-    }
-}
-
 enum kvk_status kvk_disk_group_create(struct kvk_cache *cache, struct kvk_group *group,
                                       struct kvk_error *error)
 {
@@ -243,11 +227,11 @@ enum kvk_status kvk_disk_group_create(struct kvk_cache *cache, struct kvk_group 
         slot_bytes += group->disk->shard_stride[shard];
     }
     size_t slots = kvk_arena_slot_capacity(&at->arena);
-    at->checksums = pages_create(slots * group->shard_count * sizeof(*at->checksums));
-    at->owners = pages_create(slots * sizeof(*at->owners));
+    at->checksums = kvk_pages_create_sparse(slots * group->shard_count * sizeof(*at->checksums));
+    at->owners = kvk_pages_create_sparse(slots * sizeof(*at->owners));
     at->places = calloc(at->arena.slab_capacity, sizeof(*at->places));
-    group->disk->leave_tickets = pages_create(slots * sizeof(uint64_t));
-    group->disk->leave_next = pages_create(slots * sizeof(uint32_t));
+    group->disk->leave_tickets = kvk_pages_create_sparse(slots * sizeof(uint64_t));
+    group->disk->leave_next = kvk_pages_create_sparse(slots * sizeof(uint32_t));
     return at->checksums != NULL && at->owners != NULL && at->places != NULL &&
                    group->disk->leave_tickets != NULL && group->disk->leave_next != NULL
                ? KVK_OK
@@ -279,10 +263,10 @@ void kvk_disk_group_destroy_unlocked(struct kvk_cache *cache, struct kvk_group *
     KVK_ASSERT(group->disk->leaving_count == 0);
     file_end_unlocked(cache, group);
     size_t slots = kvk_arena_slot_capacity(&at->arena);
-    pages_destroy(at->checksums, slots * group->shard_count * sizeof(*at->checksums));
-    pages_destroy(at->owners, slots * sizeof(*at->owners));
-    pages_destroy(group->disk->leave_tickets, slots * sizeof(uint64_t));
-    pages_destroy(group->disk->leave_next, slots * sizeof(uint32_t));
+    kvk_pages_destroy_sparse(at->checksums, slots * group->shard_count * sizeof(*at->checksums));
+    kvk_pages_destroy_sparse(at->owners, slots * sizeof(*at->owners));
+    kvk_pages_destroy_sparse(group->disk->leave_tickets, slots * sizeof(uint64_t));
+    kvk_pages_destroy_sparse(group->disk->leave_next, slots * sizeof(uint32_t));
     free(at->places);
     kvk_evict_queue_finish(&at->queue);
     kvk_evict_queue_finish(&at->clean);

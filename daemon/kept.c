@@ -3,13 +3,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include "base/assert.h"
 #include "base/log.h"
 #include "daemon/cache_internal.h"
+#include "index/pages.h"
 
 struct file {
     char name[KVK_KEEPER_NAME_SIZE];
@@ -85,10 +85,8 @@ enum kvk_status kvk_kept_load(struct kvk_cache *cache, struct kvk_error *error)
         return KVK_OK;
     }
     cache->kept = calloc(1, sizeof(*cache->kept));
-    cache->records = mmap(NULL, records_size(cache), PROT_READ | PROT_WRITE,
-                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (cache->kept == NULL || cache->records == MAP_FAILED) {
-        cache->records = cache->records == MAP_FAILED ? NULL : cache->records;
+    cache->records = kvk_pages_create_sparse(records_size(cache));
+    if (cache->kept == NULL || cache->records == NULL) {
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for kept files");
     }
     enum kvk_status status = kvk_keeper_take(cache->keeper, file_visit, cache->kept, error);
@@ -104,10 +102,8 @@ enum kvk_status kvk_kept_load(struct kvk_cache *cache, struct kvk_error *error)
 void kvk_kept_destroy(struct kvk_cache *cache)
 {
     struct kvk_kept *kept = cache->kept;
-    if (cache->records != NULL) {
-        (void)munmap(cache->records, records_size(cache));
-        cache->records = NULL;
-    }
+    kvk_pages_destroy_sparse(cache->records, records_size(cache));
+    cache->records = NULL;
     if (kept == NULL) {
         return;
     }

@@ -8,13 +8,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include "base/assert.h"
 #include "base/bytes.h"
 #include "base/log.h"
 #include "daemon/fleet_view.h"
 #include "daemon/remote_internal.h"
+#include "index/pages.h"
 
 #define PASSWORD_SIZE 1024
 #define LARGE_BLOCKS 64 /* a block has at most so many batches' bytes */
@@ -26,22 +26,6 @@
 static enum kvk_status fail_memory(struct kvk_error *error)
 {
     return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for the remote store");
-}
-
-/* Zero pages, which cost nothing until they are written. NULL: no address space. */
-static void *pages_create(size_t size)
-{
-    void *pages = mmap(NULL, size, PROT_READ | PROT_WRITE,
-                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    return pages == MAP_FAILED ? NULL : pages;
-}
-
-static void pages_destroy(void *pages, size_t size)
-{
-    if (pages != NULL) {
-        int failed = munmap(pages, size);
-        KVK_ASSERT(failed == 0);
-    }
 }
 
 static enum kvk_status password_read(const char *path, char password[PASSWORD_SIZE],
@@ -125,8 +109,8 @@ static enum kvk_status fleet_open(struct kvk_remote_store *store, struct kvk_err
 static enum kvk_status tables_create(struct kvk_remote_store *store, struct kvk_error *error)
 {
     const struct kvk_config *config = store->cache->config;
-    store->flags = pages_create(config->blocks);
-    store->links = pages_create((size_t)config->blocks * sizeof(*store->links));
+    store->flags = kvk_pages_create_sparse(config->blocks);
+    store->links = kvk_pages_create_sparse((size_t)config->blocks * sizeof(*store->links));
     store->budgets = calloc(KVK_TENANT_COUNT_MAX, sizeof(*store->budgets));
     store->queue_capacity = config->remote.send_queue;
     store->queue = calloc(store->queue_capacity, sizeof(*store->queue));
@@ -255,8 +239,8 @@ void kvk_remote_store_destroy(struct kvk_cache *cache)
     }
     KVK_ASSERT(store->asker_count == 0 && !store->sender_running && store->client == NULL);
     kvk_remote_asks_destroy(store);
-    pages_destroy(store->flags, cache->config->blocks);
-    pages_destroy(store->links, (size_t)cache->config->blocks * sizeof(*store->links));
+    kvk_pages_destroy_sparse(store->flags, cache->config->blocks);
+    kvk_pages_destroy_sparse(store->links, (size_t)cache->config->blocks * sizeof(*store->links));
     free(store->queue);
     free(store->budgets);
     free(store->buffer);

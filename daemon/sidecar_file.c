@@ -1,7 +1,6 @@
 /* The sidecar's file: making one, believing one that was found, ending it. */
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include "base/assert.h"
 #include "base/copy.h"
@@ -9,6 +8,7 @@
 #include "base/random.h"
 #include "daemon/process_watch.h"
 #include "daemon/sidecar_internal.h"
+#include "index/pages.h"
 
 #define ENTRY_ALIGN 64U
 #define INLINE_MIN 64U
@@ -91,19 +91,9 @@ static struct kvk_sidecar_header header_for(const struct kvk_cache *cache,
 
 /* ---- In memory ---- */
 
-/* Zero pages, which cost nothing until they are written. NULL: no address space. */
-static void *pages_create(size_t size)
-{
-    void *pages = mmap(NULL, size, PROT_READ | PROT_WRITE,
-                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    return pages == MAP_FAILED ? NULL : pages;
-}
-
 static void sidecar_free(struct kvk_sidecar *sidecar, uint32_t entry_capacity)
 {
-    if (sidecar->free_entries != NULL) {
-        (void)munmap(sidecar->free_entries, entry_capacity * sizeof(uint32_t));
-    }
+    kvk_pages_destroy_sparse(sidecar->free_entries, entry_capacity * sizeof(uint32_t));
     free(sidecar->process_refs);
     free(sidecar->bound);
     free(sidecar);
@@ -116,7 +106,7 @@ static struct kvk_sidecar *sidecar_alloc(uint32_t entry_capacity, uint32_t proce
         return NULL;
     }
     sidecar->process_refs = calloc(process_capacity, sizeof(*sidecar->process_refs));
-    sidecar->free_entries = pages_create(entry_capacity * sizeof(uint32_t));
+    sidecar->free_entries = kvk_pages_create_sparse(entry_capacity * sizeof(uint32_t));
     if (sidecar->process_refs == NULL || sidecar->free_entries == NULL) {
         sidecar_free(sidecar, entry_capacity);
         return NULL;

@@ -5,7 +5,6 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include "base/assert.h"
 #include "base/bytes.h"
@@ -14,26 +13,11 @@
 #include "daemon/sidecar.h"
 #include "daemon/space_internal.h"
 #include "daemon/warm.h"
+#include "index/pages.h"
 
 /* A first block's cost per byte where a space does not say what prefilling costs: that of a model
  * of eight billion parameters, so that it competes on equal terms with those that do. */
 #define DEFAULT_FLOPS_PER_BYTE 122880.0
-
-/* Zero pages, which cost nothing until they are written. NULL: no address space. */
-static void *pages_create(size_t size)
-{
-    void *pages = mmap(NULL, size, PROT_READ | PROT_WRITE,
-                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    return pages == MAP_FAILED ? NULL : pages;
-}
-
-static void pages_destroy(void *pages, size_t size)
-{
-    if (pages != NULL) {
-        int failed = munmap(pages, size);
-        KVK_ASSERT(failed == 0);
-    }
-}
 
 static size_t checksums_size(const struct kvk_group *group, uint32_t slots)
 {
@@ -237,8 +221,8 @@ static enum kvk_status tier_create(struct kvk_cache *cache, struct kvk_group *gr
     kvk_evict_queue_init(&at->clean, cache->evict, tier, false, 1.0F);
     kvk_evict_queue_init(&at->held, cache->evict, tier, false, 1.0F);
     uint32_t slots = kvk_arena_slot_capacity(&at->arena);
-    at->checksums = pages_create(checksums_size(group, slots));
-    at->owners = pages_create((size_t)slots * sizeof(*at->owners));
+    at->checksums = kvk_pages_create_sparse(checksums_size(group, slots));
+    at->owners = kvk_pages_create_sparse((size_t)slots * sizeof(*at->owners));
     at->places = calloc(at->arena.slab_capacity, sizeof(*at->places));
     if (at->checksums == NULL || at->owners == NULL || at->places == NULL) {
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for a space's slots");
@@ -346,8 +330,8 @@ static void tier_destroy(struct kvk_cache *cache, struct kvk_group *group, enum 
     }
     regions_free(cache, group, tier);
     uint32_t slots = kvk_arena_slot_capacity(&at->arena);
-    pages_destroy(at->checksums, checksums_size(group, slots));
-    pages_destroy(at->owners, (size_t)slots * sizeof(*at->owners));
+    kvk_pages_destroy_sparse(at->checksums, checksums_size(group, slots));
+    kvk_pages_destroy_sparse(at->owners, (size_t)slots * sizeof(*at->owners));
     free(at->places);
     kvk_evict_queue_finish(&at->queue);
     kvk_evict_queue_finish(&at->clean);

@@ -1,4 +1,4 @@
-/* Large tables on huge pages. */
+/* Large tables on huge pages, and sparse ones on small pages. */
 #include "index/pages.h"
 
 #include <stdint.h>
@@ -48,5 +48,19 @@ void kvk_pages_destroy(void *pages, size_t size)
         free(pages);
     } else if (pages != NULL) {
         unmap(pages, rounded(size));
+    }
+}
+
+void *kvk_pages_create_sparse(size_t size)
+{
+    void *pages = mmap(NULL, size, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return pages == MAP_FAILED ? NULL : pages;
+}
+
+void kvk_pages_destroy_sparse(void *pages, size_t size)
+{
+    if (pages != NULL) {
+        unmap(pages, size);
     }
 }
