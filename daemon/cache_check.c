@@ -10,7 +10,6 @@
 #include "base/assert.h"
 #include "base/bytes.h"
 #include "daemon/cache_internal.h"
-#include "daemon/scrub.h"
 #include "daemon/sidecar.h"
 
 /* What was found out about a block by asking its holders. */
@@ -660,7 +659,7 @@ void kvk_cache_check_locked(struct kvk_cache *cache)
         KVK_ASSERT(check.excess_holds == 0);
         KVK_ASSERT(check.excess_pins == 0);
         KVK_ASSERT(cache->moves_under_way == 0);
-        KVK_ASSERT(!kvk_scrub_keeps_room(cache));
+        KVK_ASSERT(cache->upkeep.count == 0);
         /* But slots that a call has taken and waits with for the others that it needs. */
         for (int i = 0; i < KVK_TIER_COUNT; i++) {
             KVK_ASSERT(cache->tiers[i].copying_bytes == loose_bytes(cache, (enum kvk_tier)i));

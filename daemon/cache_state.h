@@ -35,6 +35,7 @@
 #include "daemon/session.h"
 #include "daemon/space.h"
 #include "daemon/tier_form.h"
+#include "daemon/upkeep.h"
 #include "index/evict.h"
 
 /* ---- Groups: the memory and the blocks of one layer group of one space ---- */
@@ -575,6 +576,7 @@ struct kvk_cache {
     uint32_t stray_next;      /* group whose strays are counted next */
     uint32_t tidy_next;       /* group that is tidied next */
     uint32_t give_next;       /* group that is asked for a slab next, where nobody offers one */
+    struct kvk_upkeep upkeep; /* what the daemon's own work keeps now */
     uint64_t passing_holds;   /* of calls that work without the lock now: kvk_block_borrow() */
     uint32_t moves_under_way; /* blocks that are being copied between tiers, now */
     struct kvk_refusal refusals[KVK_REFUSAL_COUNT]; /* ring */

@@ -305,7 +305,7 @@ static uint32_t stage_begin(struct kvk_cache *cache, struct batch *batch)
                                         .size_bytes = stride};
             target += stride;
         }
-        kvk_block_borrow(cache, entry->block, entry->source);
+        kvk_upkeep_borrow(cache, entry->block, entry->source);
     }
     return count;
 }
@@ -341,7 +341,7 @@ static void stage_end(struct kvk_cache *cache, struct batch *batch, bool copied)
                     (int)entry->source);
             kvk_block_discredit(cache, entry->block, entry->source);
         }
-        kvk_block_return(cache, entry->block, entry->source);
+        kvk_upkeep_return(cache, entry->block, entry->source);
     }
 }
 

@@ -504,7 +504,7 @@ static uint32_t stage_begin(struct kvk_remote_store *store, struct batch *batch)
                                   .checksum = &batch->sums[count]};
             target += group->forms[entry->source].shard_bytes[shard];
         }
-        kvk_block_borrow(cache, entry->id, entry->source);
+        kvk_upkeep_borrow(cache, entry->id, entry->source);
     }
     return count;
 }
@@ -540,7 +540,7 @@ static void stage_end(struct kvk_remote_store *store, struct batch *batch, bool 
                     (int)entry->source);
             kvk_block_discredit(cache, entry->id, entry->source);
         }
-        kvk_block_return(cache, entry->id, entry->source);
+        kvk_upkeep_return(cache, entry->id, entry->source);
     }
 }
 

@@ -8,7 +8,6 @@
 
 #include "base/assert.h"
 #include "base/log.h"
-#include "daemon/scrub.h"
 
 #define RECORD_EVICTIONS_MAX 1024 /* for one thing that is larger than a record */
 #define BLOCK_ID_EVICTIONS_MAX 64 /* for one id, since a victim may stay as a hollow ancestor */
@@ -332,14 +331,14 @@ static bool is_admitted(const struct kvk_cache *cache, const struct kvk_tenant *
            needed_bytes <= limit - taken - growth_bytes;
 }
 
-/* What cannot be had now is refused; but not for a block that only the scrub keeps, for a moment.
- */
+/* What cannot be had now is refused; but not for a block that only the daemon's own work
+ * keeps, for a moment. */
 static enum kvk_status refuse_or_wait(struct kvk_cache *cache, enum kvk_tier tier,
                                       uint64_t needed_bytes, struct kvk_space *space,
                                       uint64_t sequence_id, const struct kvk_caller *caller,
                                       struct kvk_error *error)
 {
-    if (kvk_scrub_keeps_room(cache) && cache->threads &&
+    if (kvk_upkeep_keeps_room(cache) && cache->threads &&
         needed_bytes <= cache->tiers[tier].pool.limit_bytes) {
         return KVK_WOULD_BLOCK;
     }

@@ -3,7 +3,6 @@
  * slabs and punching them out. One bounded step a call, without the lock while bytes move.
  */
 #include "daemon/room_internal.h"
-#include "daemon/scrub.h"
 #include "daemon/sidecar.h"
 
 #include <stdlib.h>
@@ -466,7 +465,7 @@ enum kvk_status kvk_room_make_drops(struct kvk_cache *cache, struct kvk_space *s
     space->reference_count++;
     enum kvk_status status = check_patience_drops(cache, caller, error);
     uint64_t left_bytes = kvk_quota_left(cache, space->tenant, want->tier);
-    bool waited = status == KVK_OK && kvk_scrub_keeps_room(cache) && cache->threads;
+    bool waited = status == KVK_OK && kvk_upkeep_keeps_room(cache) && cache->threads;
     if (waited) {
         status = wait_drops(cache, caller);
     }

@@ -30,8 +30,7 @@ struct kvk_scrub {
     struct kvk_scrub_counts counts;
     uint8_t *buffer; /* [buffer_bytes], for reading from disk; the stepping thread's. Ours */
     uint64_t buffer_bytes;
-    bool stepping;     /* not entered twice */
-    uint32_t borrowed; /* the block that is looked at in memory now, or KVK_BLOCK_NONE */
+    bool stepping; /* not entered twice */
 
     pthread_t thread;
     pthread_cond_t wake;
@@ -127,9 +126,11 @@ static void copy_borrow(struct kvk_cache *cache, struct scrub_copy *copy)
             copy->address[shard] = kvk_block_address(cache, block, copy->tier, shard);
         }
     }
-    KVK_ASSERT(cache->scrub->borrowed == KVK_BLOCK_NONE);
-    cache->scrub->borrowed = copy->tier != KVK_TIER_DISK ? copy->block : KVK_BLOCK_NONE;
-    kvk_block_borrow(cache, copy->block, copy->tier);
+    if (copy->tier == KVK_TIER_DISK) {
+        kvk_block_borrow(cache, copy->block, copy->tier);
+    } else {
+        kvk_upkeep_borrow(cache, copy->block, copy->tier);
+    }
 }
 
 /* False: told to stop in the middle. */
@@ -234,9 +235,11 @@ static void copy_judge(struct kvk_cache *cache, const struct scrub_copy *copy, e
 
 static void copy_return(struct kvk_cache *cache, const struct scrub_copy *copy)
 {
-    cache->scrub->borrowed = KVK_BLOCK_NONE;
-    kvk_block_return(cache, copy->block, copy->tier);
-    pthread_cond_broadcast(&cache->changed);
+    if (copy->tier == KVK_TIER_DISK) {
+        kvk_block_return(cache, copy->block, copy->tier);
+    } else {
+        kvk_upkeep_return(cache, copy->block, copy->tier);
+    }
 }
 
 /* ---- Steps ---- */
@@ -312,14 +315,6 @@ bool kvk_scrub_step_unlocked(struct kvk_cache *cache)
     }
     kvk_unlock(&cache->lock);
     return more;
-}
-
-/* Its holders may have let go since it was borrowed: so this is asked, not remembered. */
-bool kvk_scrub_keeps_room(const struct kvk_cache *cache)
-{
-    const struct kvk_scrub *scrub = cache->scrub;
-    return scrub != NULL && scrub->borrowed != KVK_BLOCK_NONE &&
-           kvk_index_block(cache->index, scrub->borrowed)->hold_count == 1;
 }
 
 void kvk_scrub_counts(const struct kvk_cache *cache, struct kvk_scrub_counts *counts)
@@ -403,7 +398,6 @@ enum kvk_status kvk_scrub_create(struct kvk_cache *cache, struct kvk_error *erro
     if (cache->scrub == NULL) {
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for the scrub");
     }
-    cache->scrub->borrowed = KVK_BLOCK_NONE;
     kvk_condition_init(&cache->scrub->wake);
     if (!cache->threads || cache->config->scrub_bytes_per_second == 0) {
         return KVK_OK;

@@ -5,7 +5,7 @@
  *
  * One copy at a time: it is borrowed, hashed (or read from disk into a buffer of the scrub's own)
  * without the lock, and given back; then there is a pause, so that the rate of the configuration is
- * kept. Whoever needs the room of just that block meanwhile waits for it instead of being refused.
+ * kept. Whoever needs the room of just that block meanwhile waits for it: upkeep.h.
  *
  * Locking: as said at each function.
  */
@@ -34,10 +34,6 @@ void kvk_scrub_destroy(struct kvk_cache *cache);
  * For the thread, and where there is none, for whoever steps the cache. Unlocked; may read from
  * disk. */
 bool kvk_scrub_step_unlocked(struct kvk_cache *cache);
-
-/* Does the scrub, and nobody else, keep a block in memory just now? Who needs its room waits for
- * the moment instead of being refused. With the lock. */
-bool kvk_scrub_keeps_room(const struct kvk_cache *cache);
 
 /* With the lock. */
 void kvk_scrub_counts(const struct kvk_cache *cache, struct kvk_scrub_counts *counts);

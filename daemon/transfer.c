@@ -227,6 +227,7 @@ enum kvk_status kvk_transfer_begin(struct kvk_cache *cache, const struct kvk_cal
         KVK_UNREACHABLE(); /* a sequence or lease never changes its space */
     }
     if (status == KVK_OK) {
+        KVK_ASSERT(transfer != NULL && pins != NULL);
         transfer->metadata_bytes = sizeof(*transfer) + entries * sizeof(*pins);
         status = transfer_put(cache, to.session->tenant, transfer, error);
     }

@@ -4,8 +4,8 @@
 #
 #     deploy/test.sh [--quick]      --quick: the dev build and its tests only
 #
-# The last line is "N passed, N failed" over all parts; exits with 1 if anything failed. What a part
-# printed is in build/logs/.
+# Ends with what failed, each with its output, and "N passed, N failed" over all parts; exits with 1
+# if anything failed. What a part printed is in build/logs/.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
@@ -21,10 +21,17 @@ jobs=$(nproc)
 logs=build/logs
 passed=0
 failed=0
+failures=() # what the end says of each that failed
 mkdir -p "$logs"
 
 heading() {
     printf '\n==== %s (after %d min %02d s)\n' "$1" $((SECONDS / 60)) $((SECONDS % 60))
+}
+
+# fail NAME OUTPUT [COUNT]: remember it for the end.
+fail() {
+    failed=$((failed + ${3:-1}))
+    failures+=("---- $1"$'\n'"$2")
 }
 
 # part NAME COMMAND…: run, with the output in a log; shown where it fails, counted as one test.
@@ -36,9 +43,9 @@ part() {
         echo "$name: well"
         return 0
     fi
-    failed=$((failed + 1))
     tail -n 60 "$logs/$name.log"
     echo "$name: FAILED"
+    fail "$name" "$(tail -n 60 "$logs/$name.log")"
     return 1
 }
 
@@ -55,11 +62,20 @@ run_ctest() {
         "$log" | tail -n 1)
     if [[ -z "$summary" ]]; then
         echo "no tests ran in $preset: FAILED"
-        failed=$((failed + 1))
+        fail "ctest of $preset" "no tests ran"
         return
     fi
-    failed=$((failed + ${summary% *}))
     passed=$((passed + ${summary#* } - ${summary% *}))
+    if [[ ${summary% *} -gt 0 ]]; then
+        fail "ctest of $preset" "$(failed_of_ctest "$log")" "${summary% *}"
+    fi
+}
+
+# failed_of_ctest LOG: the result lines of the tests that failed, each with what it printed.
+failed_of_ctest() {
+    awk '/^ *[0-9]+\/[0-9]+ Test +#/ { shown = !/ Passed / && !/\*\*\*Skipped/; lines = 0 }
+         /^ +Start +[0-9]+: / || /^[0-9]+% tests passed/ { next }
+         shown && lines++ < 60' "$1"
 }
 
 static_analysis() {
@@ -88,10 +104,10 @@ pytest_folder() {
     passed=$((passed + ${count:-0}))
     if [[ -z "$count" ]]; then
         echo "no test passed: FAILED"
-        failed=$((failed + 1))
+        fail "$1" "no test passed"
     fi
     while read -r count; do
-        failed=$((failed + count))
+        fail "$1" "$(sed -n '/^=* \(FAILURES\|ERRORS\) =*$/,$p' "$log" | tail -n 120)" "$count"
     done < <(grep -oE '[0-9]+ (failed|error)' <<<"$summary" | cut -d' ' -f1)
 }
 
@@ -128,6 +144,10 @@ if [[ $quick == no ]]; then
     fi
 fi
 
+if [[ $failed -gt 0 ]]; then
+    heading "what failed"
+    printf '%s\n' "${failures[@]}"
+fi
 heading "done"
 echo "$passed passed, $failed failed"
 [[ $failed -eq 0 ]]
