@@ -7,149 +7,21 @@
 #ifndef KVK_TESTS_ENGINE_REMOTE_H
 #define KVK_TESTS_ENGINE_REMOTE_H
 
-#include <arpa/inet.h>
-#include <signal.h>
-#include <stdarg.h>
 #include <stdio.h>
-#include <sys/prctl.h>
-#include <sys/socket.h>
-#include <sys/wait.h>
 
 #include "daemon/remote_internal.h"
 #include "tests/engine_stage.h"
+#include "tests/remote_server.h"
 
 #define REMOTE_WAIT_MS 20000
 
-struct remote_server {
-    char folder[64];
-    unsigned port;
-    pid_t pid; /* 0: it does not run */
-};
-
-static inline int KVK_PRINTF(1, 2) remote_command(const char *format, ...)
+/* It runs, or the test is skipped. */
+static inline void remote_server_need(struct remote_server *server)
 {
-    char text[2048];
-    va_list arguments;
-    va_start(arguments, format);
-    (void)vsnprintf(text, sizeof(text), format, arguments);
-    va_end(arguments);
-    int code = system(text); /* NOLINT(cert-env33-c): of the tests' own making */
-    return WIFEXITED(code) ? WEXITSTATUS(code) : 1;
-}
-
-static inline bool remote_answers(const struct remote_server *server)
-{
-    struct sockaddr_in address = {.sin_family = AF_INET,
-                                  .sin_port = htons((uint16_t)server->port),
-                                  .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    bool connected = fd >= 0 && connect(fd, (struct sockaddr *)&address, sizeof(address)) == 0;
-    if (fd >= 0) {
-        (void)close(fd);
-    }
-    return connected;
-}
-
-/* A port that nobody has, below those that the kernel gives to connections. */
-static inline unsigned remote_port(void)
-{
-    struct kvk_random random;
-    kvk_random_init(&random, (uint64_t)getpid() * 1000003 + (uint64_t)time(NULL));
-    for (int i = 0; i < 1000; i++) {
-        struct sockaddr_in address = {.sin_family = AF_INET,
-                                      .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-        unsigned port = (unsigned)kvk_random_between(&random, 20000, 32000);
-        address.sin_port = htons((uint16_t)port);
-        int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-        bool is_free = bind(fd, (struct sockaddr *)&address, sizeof(address)) == 0;
-        (void)close(fd);
-        if (is_free) {
-            return port;
-        }
-    }
-    cr_assert_fail("no port is free");
-    return 0;
-}
-
-/* Empty, on the server's port; ends with this process. */
-static inline void remote_server_run(struct remote_server *server)
-{
-    char port[16];
-    char log[96];
-    (void)snprintf(port, sizeof(port), "%u", server->port);
-    (void)snprintf(log, sizeof(log), "%s/log", server->folder);
-    pid_t parent = getpid();
-    server->pid = fork();
-    cr_assert_geq(server->pid, 0);
-    if (server->pid == 0) {
-        (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
-        if (getppid() != parent) {
-            _exit(1);
-        }
-        (void)execlp("redis-server", "redis-server", "--port", port, "--bind", "127.0.0.1",
-                     "--save", "", "--logfile", log, "--dir", server->folder, (char *)NULL);
-        _exit(127);
-    }
-    for (int i = 0; i < REMOTE_WAIT_MS / 5 && !remote_answers(server); i++) {
-        house_sleep_ms(5);
-    }
-    cr_assert(remote_answers(server), "redis-server does not answer");
-}
-
-static inline void remote_server_kill(struct remote_server *server)
-{
-    if (server->pid > 0) {
-        (void)kill(server->pid, SIGKILL);
-        (void)waitpid(server->pid, NULL, 0);
-        server->pid = 0;
-    }
-}
-
-static inline void remote_server_start(struct remote_server *server)
-{
-    static const char key[] = "00112233445566778899aabbccddeeff0123456789abcdeffedcba9876543210\n";
-    char path[96];
-    if (remote_command("command -v redis-server >/dev/null && command -v redis-cli >/dev/null") !=
-        0) {
+    if (!remote_is_installed()) {
         cr_skip_test("redis-server is not installed");
     }
-    *server = (struct remote_server){.port = remote_port()};
-    (void)snprintf(server->folder, sizeof(server->folder), "/tmp/kvkeep-remote.XXXXXX");
-    cr_assert_not_null(mkdtemp(server->folder));
-    (void)snprintf(path, sizeof(path), "%s/key", server->folder);
-    FILE *file = fopen(path, "w");
-    cr_assert_not_null(file);
-    cr_assert_eq(fchmod(fileno(file), 0600), 0);
-    cr_assert_geq(fputs(key, file), 0);
-    cr_assert_eq(fclose(file), 0);
-    remote_server_run(server);
-}
-
-static inline void remote_server_stop(struct remote_server *server)
-{
-    remote_server_kill(server);
-    (void)nftw(server->folder, house_remove_one, 16, FTW_DEPTH | FTW_PHYS);
-}
-
-/* Words for redis-cli; its first line of output, "" where there is none. */
-static inline void KVK_PRINTF(3, 4)
-    remote_ask(const struct remote_server *server, char answer[256], const char *format, ...)
-{
-    char words[1024];
-    char text[1280];
-    va_list arguments;
-    va_start(arguments, format);
-    (void)vsnprintf(words, sizeof(words), format, arguments);
-    va_end(arguments);
-    (void)snprintf(text, sizeof(text), "redis-cli -p %u %s", server->port, words);
-    answer[0] = '\0';
-    FILE *pipe = popen(text, "r"); /* NOLINT(cert-env33-c) */
-    cr_assert_not_null(pipe);
-    if (fgets(answer, 256, pipe) == NULL) {
-        answer[0] = '\0';
-    }
-    (void)pclose(pipe);
-    answer[strcspn(answer, "\n")] = '\0';
+    remote_server_start(server);
 }
 
 #define REMOTE_VALUE_BYTES (144 + 32 + 4 * 4 + 1024) /* of a block of house_geometry() */

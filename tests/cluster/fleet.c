@@ -19,8 +19,7 @@
 #define NODES 4
 
 static struct {
-    char folder[64];
-    unsigned port;
+    struct remote_server server;
     struct kvk_fleet_identity identity;
 } house;
 
@@ -28,18 +27,13 @@ static const uint8_t fleet_key[32] = "a key that the whole fleet has";
 
 void house_end(void)
 {
-    (void)command("kill -KILL $(cat %s/pid) 2>/dev/null; rm -rf %s", house.folder, house.folder);
+    remote_server_stop(&house.server);
 }
 
 static void house_open(void)
 {
     client_end_well();
-    house.port = 33000 + (unsigned)getpid() % 900;
-    (void)snprintf(house.folder, sizeof(house.folder), "/tmp/kvkeep-fleet-%d", (int)getpid());
-    CHECK(mkdir(house.folder, 0700) == 0);
-    CHECK(command("cd %s && redis-server --port %u --bind 127.0.0.1 --save '' --daemonize yes "
-                  "--pidfile %s/pid --logfile log >/dev/null",
-                  house.folder, house.port, house.folder) == 0);
+    remote_server_start(&house.server);
     struct kvk_geometry geometry = {.layers = 1, .block_tokens = 16};
     const struct kvk_geometry *geometries[] = {&geometry};
     const struct kvk_fleet_identity_options options = {
@@ -55,18 +49,14 @@ static void house_open(void)
 
 static int redis(const char *words)
 {
-    return command("redis-cli -p %u %s >/dev/null", house.port, words);
+    return remote_command("redis-cli -p %u %s >/dev/null", house.server.port, words);
 }
 
 /* The name of the only record there is. */
-static void record_name(char name[64])
+static void record_name(char name[256])
 {
-    char text[128];
-    (void)snprintf(text, sizeof(text), "redis-cli -p %u keys '*'", house.port);
-    FILE *pipe = popen(text, "r"); /* NOLINT(cert-env33-c) */
-    CHECK(pipe != NULL && fgets(name, 64, pipe) != NULL);
-    (void)pclose(pipe);
-    name[strcspn(name, "\n")] = '\0';
+    remote_ask(&house.server, name, "keys '*'");
+    CHECK(name[0] != '\0');
 }
 
 /* ---- A node ---- */
@@ -95,12 +85,12 @@ static void node_open(struct node *node, const uint8_t *key, const char *folder)
     char path[128];
     struct kvk_error error = {0};
     memset(node, 0, sizeof(*node));
-    (void)snprintf(seeds, sizeof(seeds), "127.0.0.1:%u", house.port);
+    (void)snprintf(seeds, sizeof(seeds), "127.0.0.1:%u", house.server.port);
     const struct kvk_remote_options options = {
         .seeds = seeds, .node_timeout_ms = 200, .ttl_ms = 50};
     CHECK(kvk_remote_open(&options, &node->remote, &error) == KVK_OK);
     if (folder != NULL) {
-        (void)snprintf(path, sizeof(path), "%s/%s", house.folder, folder);
+        (void)snprintf(path, sizeof(path), "%s/%s", house.server.folder, folder);
         const struct kvk_catalogue_options catalogue = {.folder = path, .threads = true};
         CHECK(kvk_catalogue_open(&catalogue, &node->catalogue, &error) == KVK_OK);
         kvk_catalogue_trust(node->catalogue);
@@ -219,8 +209,8 @@ static void away(struct node *a)
 
 static void lost_and_put_back(struct node *a, struct node *b)
 {
-    char name[64];
-    char words[256];
+    char name[256];
+    char words[512];
     record_name(name);
     uint64_t number = agreed(a, b);
     uint64_t restored = counters_of(a).restored + counters_of(b).restored;
@@ -249,8 +239,8 @@ static void lost_and_put_back(struct node *a, struct node *b)
 
 static void scribbled(struct node *a, struct node *b)
 {
-    char name[64];
-    char words[256];
+    char name[256];
+    char words[512];
     record_name(name);
     uint64_t number = agreed(a, b);
     uint64_t foreign = counters_of(a).foreign;
@@ -281,7 +271,7 @@ static void scribbled(struct node *a, struct node *b)
     CHECK(invalidate(a, WAIT_MS) == KVK_OK);
     CHECK(agreed(a, b) > number);
     (void)snprintf(words, sizeof(words), "strlen %s | grep -qE '^[0-9]{1,4}$'", name);
-    CHECK(command("redis-cli -p %u %s", house.port, words) == 0);
+    CHECK(remote_command("redis-cli -p %u %s", house.server.port, words) == 0);
 
     /* Another fleet of the same store has its own. */
     struct node other;
@@ -299,7 +289,7 @@ static void scribbled(struct node *a, struct node *b)
 /* Add an entry as a node makes it, or, with `right` false, as one without the key would. */
 static void entry_add(uint64_t number, bool right)
 {
-    char name[64];
+    char name[256];
     char path[128];
     uint8_t secret[32];
     uint8_t key[32];
@@ -317,10 +307,11 @@ static void entry_add(uint64_t number, bool right)
     memcpy(entry + 16, hash, 16);
     entry[20] ^= right ? 0 : 1;
     record_name(name);
-    (void)snprintf(path, sizeof(path), "%s/entry", house.folder);
+    (void)snprintf(path, sizeof(path), "%s/entry", house.server.folder);
     FILE *file = fopen(path, "w");
     CHECK(file != NULL && fwrite(entry, sizeof(entry), 1, file) == 1 && fclose(file) == 0);
-    CHECK(command("redis-cli -p %u -x append %s < %s >/dev/null", house.port, name, path) == 0);
+    CHECK(remote_command("redis-cli -p %u -x append %s < %s >/dev/null", house.server.port, name,
+                         path) == 0);
 }
 
 /* Neither an old entry that comes late counts, nor one that is not sealed, nor a clock that is
@@ -385,14 +376,14 @@ static void store_away(struct node *a, struct node *b)
 {
     uint64_t number = agreed(a, b);
     uint64_t given = 0;
-    CHECK(command("kill -STOP $(cat %s/pid)", house.folder) == 0);
+    CHECK(kill(house.server.pid, SIGSTOP) == 0);
     (void)usleep(AGE_MS * 1500);
     CHECK(!kvk_fleet_generation(a->member, &given) && !kvk_fleet_generation(b->member, &given));
     uint64_t begun_ns = now_ns();
     CHECK(invalidate(a, 300) == KVK_UNAVAILABLE);
     CHECK(now_ns() - begun_ns < 3 * KVK_NS_PER_SECOND);
     CHECK(counters_of(a).read_failures > 0);
-    CHECK(command("kill -CONT $(cat %s/pid)", house.folder) == 0);
+    CHECK(kill(house.server.pid, SIGCONT) == 0);
     uint64_t next = number_await(b, number);
     CHECK(next > number && number_await(a, number) == next);
 }
@@ -529,9 +520,7 @@ static void all_at_once(void)
 
 int main(void)
 {
-    if (command("command -v redis-server >/dev/null") != 0) {
-        (void)fprintf(stderr, "skipped: redis-server is not installed (deploy/packages.sh "
-                              "--test)\n");
+    if (!remote_is_installed()) {
         return 77;
     }
     house_open();

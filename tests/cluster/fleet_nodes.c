@@ -18,26 +18,20 @@
 #define WAIT_NS (PATIENCE_MS * KVK_NS_PER_MS)
 
 static struct {
-    char folder[64];
-    unsigned port;
+    struct remote_server server;
 } house;
 
 static const uint8_t fleet_key[32] = "a key that the whole fleet has";
 
 void house_end(void)
 {
-    (void)command("kill -KILL $(cat %s/pid) 2>/dev/null; rm -rf %s", house.folder, house.folder);
+    remote_server_stop(&house.server);
 }
 
 static void house_open(void)
 {
     client_end_well();
-    house.port = 34000 + (unsigned)getpid() % 900;
-    (void)snprintf(house.folder, sizeof(house.folder), "/tmp/kvkeep-nodes-%d", (int)getpid());
-    CHECK(mkdir(house.folder, 0700) == 0);
-    CHECK(command("cd %s && redis-server --port %u --bind 127.0.0.1 --save '' --daemonize yes "
-                  "--pidfile %s/pid --logfile log >/dev/null",
-                  house.folder, house.port, house.folder) == 0);
+    remote_server_start(&house.server);
 }
 
 struct node {
@@ -79,11 +73,11 @@ static void node_open(struct node *node, int index, const uint8_t *key, const ui
     struct kvk_error error = {0};
     memset(node, 0, sizeof(*node));
     node->index = index;
-    (void)snprintf(seeds, sizeof(seeds), "127.0.0.1:%u", house.port);
+    (void)snprintf(seeds, sizeof(seeds), "127.0.0.1:%u", house.server.port);
     const struct kvk_remote_options remote = {.seeds = seeds, .connection_count = 1};
     CHECK(kvk_remote_open(&remote, &node->remote, &error) == KVK_OK);
     if (id != NULL) {
-        (void)snprintf(path, sizeof(path), "%s/%d", house.folder, index);
+        (void)snprintf(path, sizeof(path), "%s/%d", house.server.folder, index);
         const struct kvk_catalogue_options catalogue = {.folder = path, .threads = true};
         CHECK(kvk_catalogue_open(&catalogue, &node->catalogue, &error) == KVK_OK);
         kvk_catalogue_trust(node->catalogue);
@@ -195,9 +189,7 @@ int main(void)
 {
     static struct node nodes[NODES];
     struct node stranger;
-    if (command("command -v redis-server >/dev/null") != 0) {
-        (void)fprintf(stderr, "skipped: redis-server is not installed (deploy/packages.sh "
-                              "--test)\n");
+    if (!remote_is_installed()) {
         return 77;
     }
     house_open();
@@ -219,9 +211,10 @@ int main(void)
     key[5] ^= 1;
     node_open(&stranger, 77, key, NULL);
     await_count(&stranger, 1);
-    CHECK(command("redis-cli -p %u --scan | head -3 | while read name; do redis-cli -p %u set "
-                  "$name junk >/dev/null; done",
-                  house.port, house.port) == 0);
+    CHECK(
+        remote_command("redis-cli -p %u --scan | head -3 | while read name; do redis-cli -p %u set "
+                       "$name junk >/dev/null; done",
+                       house.server.port, house.server.port) == 0);
     await_count(&nodes[0], NODES);
     said_right(&nodes[7]);
     node_close(&stranger);
@@ -239,7 +232,7 @@ int main(void)
     await_count(&nodes[0], NODES - 1);
 
     /* A store that is away says so, and all are back with it. */
-    CHECK(command("kill -STOP $(cat %s/pid)", house.folder) == 0);
+    CHECK(kill(house.server.pid, SIGSTOP) == 0);
     uint32_t count = 0;
     bool incomplete = false;
     struct kvk_error error;
@@ -248,7 +241,7 @@ int main(void)
                                    &count, &incomplete, &error) == KVK_UNAVAILABLE);
     CHECK(now_ns() - begun_ns < 5 * KVK_NS_PER_SECOND);
     (void)usleep(1500000);
-    CHECK(command("kill -CONT $(cat %s/pid)", house.folder) == 0);
+    CHECK(kill(house.server.pid, SIGCONT) == 0);
     uint64_t until_ns = now_ns() + WAIT_NS;
     while (kvk_fleet_directory_list(nodes[0].directory, now_ns() + WAIT_NS, &left, &count,
                                     &incomplete, &error) != KVK_OK) {

@@ -190,7 +190,8 @@ static void scribble(uint64_t number, uint64_t from, size_t size, size_t flip)
     FILE *file = fopen(path, "w");
     CHECK(file != NULL && fwrite(value, 1, size, file) == size && fclose(file) == 0);
     name_of(number, name);
-    CHECK(command("redis-cli -c -p %u -x SET %s <%s >/dev/null", house.port, name, path) == 0);
+    CHECK(remote_command("redis-cli -c -p %u -x SET %s <%s >/dev/null", house.port, name, path) ==
+          0);
 }
 
 static void foreign_writer(void)
@@ -210,8 +211,8 @@ static void foreign_writer(void)
     scribble(4, 4, 4U << 20, whole);      /* far too long */
     scribble(5, 5, whole, 130);           /* a bit of the seal */
     name_of(6, name);
-    CHECK(command("redis-cli -c -p %u UNLINK %s >/dev/null", house.port, name) == 0);
-    CHECK(command("redis-cli -c -p %u LPUSH %s x >/dev/null", house.port, name) == 0);
+    CHECK(remote_command("redis-cli -c -p %u UNLINK %s >/dev/null", house.port, name) == 0);
+    CHECK(remote_command("redis-cli -c -p %u LPUSH %s x >/dev/null", house.port, name) == 0);
     scribble(7, 7, whole, 4); /* of another version */
 
     client_init(&client, house.remote, &house.space, BATCH);
@@ -249,19 +250,19 @@ static void ask(void)
         FILE *pipe = popen(text, "r");
         CHECK(pipe != NULL && fscanf(pipe, "%63s", ids[i]) == 1 && pclose(pipe) == 0);
     }
-    CHECK(command("redis-cli -p %u cluster setslot %u importing %s >/dev/null", house.port + to,
-                  slot, ids[from]) == 0);
-    CHECK(command("redis-cli -p %u cluster setslot %u migrating %s >/dev/null", house.port + from,
-                  slot, ids[to]) == 0);
-    CHECK(command("redis-cli -p %u migrate 127.0.0.1 %u %s 0 5000 >/dev/null", house.port + from,
-                  house.port + to, name) == 0);
+    CHECK(remote_command("redis-cli -p %u cluster setslot %u importing %s >/dev/null",
+                         house.port + to, slot, ids[from]) == 0);
+    CHECK(remote_command("redis-cli -p %u cluster setslot %u migrating %s >/dev/null",
+                         house.port + from, slot, ids[to]) == 0);
+    CHECK(remote_command("redis-cli -p %u migrate 127.0.0.1 %u %s 0 5000 >/dev/null",
+                         house.port + from, house.port + to, name) == 0);
     CHECK(client_run(&client, KVK_REMOTE_FETCH, 0, BATCH, false, DEADLINE_MS) == BATCH);
     CHECK(client_run(&client, KVK_REMOTE_STORE, 20, 1, false, DEADLINE_MS) == 1);
     CHECK(client_health(house.remote).counters.asked > 0);
     for (unsigned i = 0; i < 3; i++) {
         unsigned node = (to + i) % 3; /* the target first */
-        CHECK(command("redis-cli -p %u cluster setslot %u node %s >/dev/null", house.port + node,
-                      slot, ids[to]) == 0);
+        CHECK(remote_command("redis-cli -p %u cluster setslot %u node %s >/dev/null",
+                             house.port + node, slot, ids[to]) == 0);
     }
     CHECK(client_run(&client, KVK_REMOTE_FETCH, 0, BATCH, false, DEADLINE_MS) == BATCH);
     CHECK(client_health(house.remote).counters.moved > 0);
@@ -272,8 +273,8 @@ static void reshard_under_load(void)
 {
     struct client client;
     client_init(&client, house.remote, &house.space, BLOCKS);
-    CHECK(command("'%s' reshard %u %u %u 300", house.helper, house.port, house.port,
-                  house.port + 1) == 0);
+    CHECK(remote_command("'%s' reshard %u %u %u 300", house.helper, house.port, house.port,
+                         house.port + 1) == 0);
     CHECK(client_run(&client, KVK_REMOTE_FETCH, 0, BLOCKS, false, 5000) == BLOCKS);
     client_finish(&client);
 }
@@ -296,7 +297,8 @@ static void standing_node(void)
 {
     struct client client;
     client_init(&client, house.remote, &house.space, BLOCKS);
-    CHECK(command("'%s' signal %s %u STOP", house.helper, house.folder, house.port + 1) == 0);
+    CHECK(remote_command("'%s' signal %s %u STOP", house.helper, house.folder, house.port + 1) ==
+          0);
     uint32_t least = BLOCKS;
     uint32_t most = 0;
     for (int i = 0; i < 8; i++) {
@@ -309,7 +311,8 @@ static void standing_node(void)
     CHECK(most >= BLOCKS / 4 && least < BLOCKS);
     CHECK(health.counters.stalls > 0 && health.counters.breaker_openings > 0);
     CHECK(client.results[KVK_REMOTE_DEADLINE] + client.results[KVK_REMOTE_UNAVAILABLE] > 0);
-    CHECK(command("'%s' signal %s %u CONT", house.helper, house.folder, house.port + 1) == 0);
+    CHECK(remote_command("'%s' signal %s %u CONT", house.helper, house.folder, house.port + 1) ==
+          0);
     hits_come_back(&client); /* from it, or from its replica, where it stood for long */
     client_finish(&client);
 }
@@ -320,7 +323,8 @@ static void killed_master(void)
     client_init(&client, house.remote, &house.space, BLOCKS);
     (void)client_run(&client, KVK_REMOTE_STORE, 0, BLOCKS, false, 5000);
     (void)usleep(200000); /* replicas follow on their own time */
-    CHECK(command("'%s' signal %s %u KILL", house.helper, house.folder, house.port + 2) == 0);
+    CHECK(remote_command("'%s' signal %s %u KILL", house.helper, house.folder, house.port + 2) ==
+          0);
     uint64_t begun = now_ns();
     CHECK(client_run(&client, KVK_REMOTE_FETCH, 0, BLOCKS, false, 500) < BLOCKS);
     CHECK(client_health(house.remote).state != KVK_REMOTE_AWAY);
@@ -334,9 +338,9 @@ static void full_store(void)
 {
     struct client client;
     client_init(&client, house.remote, &house.space, BATCH);
-    CHECK(command("'%s' all %s config set maxmemory-policy allkeys-lru", house.helper,
-                  house.folder) == 0);
-    CHECK(command("'%s' all %s config set maxmemory 24mb", house.helper, house.folder) == 0);
+    CHECK(remote_command("'%s' all %s config set maxmemory-policy allkeys-lru", house.helper,
+                         house.folder) == 0);
+    CHECK(remote_command("'%s' all %s config set maxmemory 24mb", house.helper, house.folder) == 0);
     for (uint64_t first = 20000; first < 20000 + 40 * BATCH; first += BATCH) {
         CHECK(client_run(&client, KVK_REMOTE_STORE, first, BATCH, false, 5000) > BATCH * 9 / 10);
     }
@@ -349,12 +353,12 @@ static void full_store(void)
     CHECK(client.results[KVK_REMOTE_ABSENT] > absent);
 
     /* Without eviction a store is refused, and says so. */
-    CHECK(command("'%s' all %s config set maxmemory-policy noeviction", house.helper,
-                  house.folder) == 0);
-    CHECK(command("'%s' all %s config set maxmemory 4mb", house.helper, house.folder) == 0);
+    CHECK(remote_command("'%s' all %s config set maxmemory-policy noeviction", house.helper,
+                         house.folder) == 0);
+    CHECK(remote_command("'%s' all %s config set maxmemory 4mb", house.helper, house.folder) == 0);
     (void)client_run(&client, KVK_REMOTE_STORE, 40000, BATCH, false, 5000);
     CHECK(client.results[KVK_REMOTE_FULL] > 0);
-    CHECK(command("'%s' all %s config set maxmemory 0", house.helper, house.folder) == 0);
+    CHECK(remote_command("'%s' all %s config set maxmemory 0", house.helper, house.folder) == 0);
     CHECK(client_run(&client, KVK_REMOTE_STORE, 40000, BATCH, false, 5000) == BATCH);
     client_finish(&client);
 }
@@ -363,9 +367,9 @@ static void all_gone(void)
 {
     struct client client;
     client_init(&client, house.remote, &house.space, BATCH);
-    CHECK(
-        command("for i in 0 1 2 3 4 5; do '%s' signal %s $((%u + i)) KILL 2>/dev/null; done; true",
-                house.helper, house.folder, house.port) == 0);
+    CHECK(remote_command(
+              "for i in 0 1 2 3 4 5; do '%s' signal %s $((%u + i)) KILL 2>/dev/null; done; true",
+              house.helper, house.folder, house.port) == 0);
     (void)client_run(&client, KVK_REMOTE_FETCH, 0, BATCH, false, 300);
     CHECK(client.batch.hit_count == 0);
     CHECK(client_await(house.remote, KVK_REMOTE_AWAY, HEAL_MS));
@@ -410,7 +414,7 @@ static void house_open(void)
     house.port = 21000 + (unsigned)getpid() % 900 * 10;
     (void)snprintf(house.folder, sizeof(house.folder), "/tmp/kvkeep-cluster-%d", (int)getpid());
     house.started = true;
-    int code = command("'%s' start %s %u", house.helper, house.folder, house.port);
+    int code = remote_command("'%s' start %s %u", house.helper, house.folder, house.port);
     if (code == 77) {
         exit(77);
     }

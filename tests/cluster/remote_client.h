@@ -7,7 +7,6 @@
 
 #include <pthread.h>
 #include <signal.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,6 +19,7 @@
 #include "base/random.h"
 #include "hosttier/remote.h"
 #include "tests/patience.h"
+#include "tests/remote_server.h"
 
 /* A submission is a few microseconds; a loaded machine may take the CPU away meanwhile. */
 #define SUBMIT_NS_MAX (promised_ms(200) * KVK_NS_PER_MS)
@@ -58,18 +58,6 @@ static inline void client_end_well(void)
     (void)signal(SIGABRT, client_ended);
     (void)signal(SIGTERM, client_ended);
     (void)signal(SIGINT, client_ended);
-}
-
-/* A command of the shell; its exit code. */
-static inline int KVK_PRINTF(1, 2) command(const char *format, ...)
-{
-    char text[1024];
-    va_list arguments;
-    va_start(arguments, format);
-    (void)vsnprintf(text, sizeof(text), format, arguments);
-    va_end(arguments);
-    int code = system(text);
-    return WIFEXITED(code) ? WEXITSTATUS(code) : 1;
 }
 
 static inline uint64_t now_ns(void)

@@ -18,14 +18,14 @@
 #define WAIT_MS PATIENCE_MS
 
 static struct {
-    char folder[64];
-    unsigned port;
+    struct remote_server server;
+    char options[256];
     struct kvk_remote_space space;
 } house;
 
 void house_end(void)
 {
-    (void)command("kill -KILL $(cat %s/pid) 2>/dev/null; rm -rf -- %s", house.folder, house.folder);
+    remote_server_stop(&house.server);
 }
 
 /* A server with TLS on the next port, and users. */
@@ -39,17 +39,16 @@ static void house_open(void)
         .block_bytes = BLOCK_BYTES,
     };
     CHECK(kvk_remote_space_init(&house.space, &options, NULL) == KVK_OK);
-    house.port = 31000 + (unsigned)getpid() % 800 * 2;
-    (void)snprintf(house.folder, sizeof(house.folder), "/tmp/kvkeep-single-%d", (int)getpid());
-    CHECK(mkdir(house.folder, 0700) == 0);
-    CHECK(command("cd %s && openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 "
-                  "-nodes -days 2 -subj /CN=store -addext subjectAltName=DNS:store,IP:127.0.0.1 "
-                  "-keyout key.pem -out cert.pem 2>/dev/null && "
-                  "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes "
-                  "-days 2 -subj /CN=other -keyout other-key.pem -out other.pem 2>/dev/null",
-                  house.folder) == 0);
+    remote_server_init(&house.server);
+    CHECK(remote_command(
+              "cd %s && openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 "
+              "-nodes -days 2 -subj /CN=store -addext subjectAltName=DNS:store,IP:127.0.0.1 "
+              "-keyout key.pem -out cert.pem 2>/dev/null && "
+              "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes "
+              "-days 2 -subj /CN=other -keyout other-key.pem -out other.pem 2>/dev/null",
+              house.server.folder) == 0);
     char text[256];
-    (void)snprintf(text, sizeof(text), "%s/users.acl", house.folder);
+    (void)snprintf(text, sizeof(text), "%s/users.acl", house.server.folder);
     FILE *file = fopen(text, "w");
     CHECK(file != NULL);
     CHECK(fputs("user default off\n"
@@ -58,11 +57,12 @@ static void house_open(void)
                 "user reader on >read-only ~kvkeep:* +getrange +cluster|slots\n",
                 file) >= 0);
     CHECK(fclose(file) == 0);
-    CHECK(command("cd %s && redis-server --port %u --bind 127.0.0.1 --tls-port %u "
-                  "--tls-cert-file cert.pem --tls-key-file key.pem --tls-ca-cert-file cert.pem "
-                  "--tls-auth-clients no --aclfile %s/users.acl --save '' --daemonize yes "
-                  "--pidfile %s/pid --logfile log >/dev/null",
-                  house.folder, house.port, house.port + 1, house.folder, house.folder) == 0);
+    (void)snprintf(house.options, sizeof(house.options),
+                   "--tls-port %u --tls-cert-file cert.pem --tls-key-file key.pem "
+                   "--tls-ca-cert-file cert.pem --tls-auth-clients no --aclfile %s/users.acl",
+                   house.server.port + 1, house.server.folder);
+    house.server.more = house.options;
+    remote_server_run(&house.server);
 }
 
 static struct kvk_remote *store_open(const char *user, const char *password, const char *ca,
@@ -70,8 +70,8 @@ static struct kvk_remote *store_open(const char *user, const char *password, con
 {
     char seeds[64];
     char path[128];
-    (void)snprintf(seeds, sizeof(seeds), "127.0.0.1:%u", house.port + (ca != NULL ? 1 : 0));
-    (void)snprintf(path, sizeof(path), "%s/%s", house.folder, ca != NULL ? ca : "");
+    (void)snprintf(seeds, sizeof(seeds), "127.0.0.1:%u", house.server.port + (ca != NULL ? 1 : 0));
+    (void)snprintf(path, sizeof(path), "%s/%s", house.server.folder, ca != NULL ? ca : "");
     struct kvk_remote_options options = {
         .seeds = seeds,
         .user = user,
@@ -265,12 +265,12 @@ static void closed_under_way(void)
     struct client client;
     CHECK(client_await(remote, KVK_REMOTE_GOOD, WAIT_MS));
     client_init(&client, remote, &house.space, BLOCKS);
-    CHECK(command("kill -STOP $(cat %s/pid)", house.folder) == 0);
+    CHECK(kill(house.server.pid, SIGSTOP) == 0);
     CHECK(client_submit(&client, KVK_REMOTE_FETCH, 0, BLOCKS, 1, false, 60000));
     (void)usleep(50000);
     kvk_remote_close(remote);
     CHECK(client.done && client.blocks[0].result == KVK_REMOTE_CANCELLED);
-    CHECK(command("kill -CONT $(cat %s/pid)", house.folder) == 0);
+    CHECK(kill(house.server.pid, SIGCONT) == 0);
     client_finish(&client);
 }
 
@@ -282,11 +282,11 @@ static void deadline_passed(void)
     CHECK(client_await(remote, KVK_REMOTE_GOOD, WAIT_MS));
     client_init(&client, remote, &house.space, BLOCKS);
     CHECK(client_run(&client, KVK_REMOTE_STORE, 0, BLOCKS, false, 5000) == BLOCKS);
-    CHECK(command("kill -STOP $(cat %s/pid)", house.folder) == 0);
+    CHECK(kill(house.server.pid, SIGSTOP) == 0);
     CHECK(client_run(&client, KVK_REMOTE_FETCH, 0, BLOCKS, false, 100) == 0);
     CHECK(client.results[KVK_REMOTE_DEADLINE] == BLOCKS);
     memset(client.memory, 0x77, BLOCKS * (size_t)BLOCK_BYTES);
-    CHECK(command("kill -CONT $(cat %s/pid)", house.folder) == 0);
+    CHECK(kill(house.server.pid, SIGCONT) == 0);
     uint64_t until = now_ns() + WAIT_MS * KVK_NS_PER_MS;
     struct kvk_remote_counters counters = client_health(remote).counters;
     while (counters.late_answers == 0 && counters.lost_connections == 0) {
@@ -337,9 +337,7 @@ static void wrong_options(void)
 
 int main(void)
 {
-    if (command("command -v redis-server >/dev/null") != 0) {
-        (void)fprintf(stderr, "skipped: redis-server is not installed (deploy/packages.sh "
-                              "--test)\n");
+    if (!remote_is_installed()) {
         return 77;
     }
     client_end_well();

@@ -10,7 +10,7 @@ Test(engine_remote, what_one_node_computed_another_finds, .timeout = 200)
     struct stage a;
     struct stage b;
     uint32_t tokens[TOKENS];
-    remote_server_start(&server);
+    remote_server_need(&server);
     node_init(&a, &server);
     node_init(&b, &server);
     node_start(&a, 64);
@@ -61,7 +61,7 @@ static void all_shapes(bool encrypt)
     groups[0].layers = 128; /* 4 MiB: three values */
     groups[1].tensor_shards = 2;
     groups[1].window = 10;
-    remote_server_start(&server);
+    remote_server_need(&server);
     node_init(&a, &server);
     node_init(&b, &server);
     a.house.config.remote.encrypt = b.house.config.remote.encrypt = encrypt;
@@ -155,7 +155,7 @@ Test(engine_remote, salts_and_contents_part, .timeout = 200)
     uint32_t tokens[TOKENS];
     struct kvk_content_span span = {.first = 6, .count = 10, .digest_size = 8, .digest = "image-1"};
     const uint8_t salt[] = "user-1";
-    remote_server_start(&server);
+    remote_server_need(&server);
     node_init(&a, &server);
     node_init(&b, &server);
     node_start(&a, 64);
@@ -196,7 +196,7 @@ Test(engine_remote, the_first_gap_ends_the_prefix, .timeout = 200)
     struct stage a;
     struct stage b;
     uint32_t tokens[TOKENS];
-    remote_server_start(&server);
+    remote_server_need(&server);
     node_init(&a, &server);
     node_init(&b, &server);
     node_start(&a, 64);
@@ -242,7 +242,7 @@ Test(engine_remote, scribbled_values_are_misses, .timeout = 200)
     struct remote_server server;
     struct stage a;
     uint32_t tokens[TOKENS];
-    remote_server_start(&server);
+    remote_server_need(&server);
     node_init(&a, &server);
     node_start(&a, 256);
     for (uint32_t i = 0; i < sizeof(scribbles) / sizeof(scribbles[0]); i++) {
@@ -292,7 +292,7 @@ Test(engine_remote, no_false_hit_where_all_names_are_one, .timeout = 200)
     uint32_t tokens[TOKENS];
     const struct kvk_test_control control = {.constant_hash = true};
     const struct kvk_geometry geometry = house_geometry();
-    remote_server_start(&server);
+    remote_server_need(&server);
     struct stage *nodes[] = {&a, &b};
     for (int i = 0; i < 2; i++) {
         node_init(nodes[i], &server);
@@ -322,7 +322,7 @@ Test(engine_remote, other_tenants_and_other_fleets_never_hit, .timeout = 200)
     struct stage a;
     struct stage b;
     uint32_t tokens[TOKENS];
-    remote_server_start(&server);
+    remote_server_need(&server);
     node_init(&a, &server);
     node_start(&a, 64);
     ten_blocks(tokens, 1);

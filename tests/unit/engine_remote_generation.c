@@ -30,7 +30,7 @@ Test(engine_remote_generation, an_invalidation_reaches_all, .timeout = 200)
     struct stage b;
     struct stage c;
     uint32_t tokens[TOKENS];
-    remote_server_start(&server);
+    remote_server_need(&server);
     node_init(&a, &server);
     node_init(&b, &server);
     node_init(&c, &server);
@@ -85,7 +85,7 @@ Test(engine_remote_generation, an_invalidation_reaches_who_was_away, .timeout = 
     struct stage b;
     uint32_t tokens[TOKENS];
     char folder[96];
-    remote_server_start(&server);
+    remote_server_need(&server);
     (void)snprintf(folder, sizeof(folder), "%s/data", server.folder);
     node_init(&a, &server);
     node_start(&a, 64);
@@ -128,7 +128,7 @@ Test(engine_remote_generation, an_invalidation_that_has_to_wait, .timeout = 200)
     struct stage a;
     struct stage b;
     uint32_t tokens[TOKENS];
-    remote_server_start(&server);
+    remote_server_need(&server);
     node_init(&a, &server);
     node_init(&b, &server);
     node_start(&a, 64);
@@ -158,7 +158,7 @@ Test(engine_remote_generation, a_salt_s_invalidation, .timeout = 200)
     struct stage a;
     struct stage b;
     uint32_t tokens[TOKENS];
-    remote_server_start(&server);
+    remote_server_need(&server);
     node_init(&a, &server);
     node_init(&b, &server);
     node_start(&a, 64);
@@ -201,7 +201,7 @@ Test(engine_remote_generation, what_comes_too_late, .timeout = 200)
     bool overtaken = false;
     geometry.head_size_k = geometry.head_size_v = 512;
     geometry.layers = 128; /* 4 MiB */
-    remote_server_start(&server);
+    remote_server_need(&server);
     node_init(&a, &server);
     node_init(&b, &server);
     a.house.config.remote.generation_ms = b.house.config.remote.generation_ms = 100;

@@ -14,7 +14,7 @@ Test(engine_remote_policy, a_store_that_dies_harms_nobody_and_hits_come_back, .t
     struct stage a;
     struct stage b;
     uint32_t tokens[TOKENS];
-    remote_server_start(&server);
+    remote_server_need(&server);
     node_init(&a, &server);
     node_init(&b, &server);
     node_start(&a, 256);
@@ -66,7 +66,7 @@ Test(engine_remote_policy, a_store_that_stands_still, .timeout = 200)
     struct stage a;
     struct stage b;
     uint32_t tokens[TOKENS];
-    remote_server_start(&server);
+    remote_server_need(&server);
     node_init(&a, &server);
     node_init(&b, &server);
     a.house.config.remote.node_timeout_ms = b.house.config.remote.node_timeout_ms = 300;
@@ -96,7 +96,7 @@ Test(engine_remote_policy, a_full_store, .timeout = 200)
     struct stage a;
     uint32_t tokens[TOKENS];
     char answer[256];
-    remote_server_start(&server);
+    remote_server_need(&server);
     node_init(&a, &server);
     node_start(&a, 256);
     remote_ask(&server, answer, "config set maxmemory 1");
@@ -117,7 +117,7 @@ Test(engine_remote_policy, a_tenant_s_budget, .timeout = 200)
     struct remote_server server;
     struct stage a;
     uint32_t tokens[TOKENS];
-    remote_server_start(&server);
+    remote_server_need(&server);
     node_init(&a, &server);
     a.house.config.remote.tenant_bytes = 4 * (1024 + 48) + 100; /* four blocks with witnesses */
     node_start(&a, 64);
@@ -137,7 +137,7 @@ Test(engine_remote_policy, values_have_their_time, .timeout = 200)
     struct stage a;
     struct stage b;
     uint32_t tokens[TOKENS];
-    remote_server_start(&server);
+    remote_server_need(&server);
     node_init(&a, &server);
     node_init(&b, &server);
     a.house.config.remote.ttl_ms = 700;
@@ -164,7 +164,7 @@ Test(engine_remote_policy, uses_are_counted, .timeout = 200)
     struct remote_server server;
     struct stage a;
     uint32_t tokens[TOKENS];
-    remote_server_start(&server);
+    remote_server_need(&server);
     node_init(&a, &server);
     a.house.config.remote.admit_uses = 3;
     node_start(&a, 64);
@@ -201,7 +201,7 @@ Test(engine_remote_policy, quicker_computed_than_fetched, .timeout = 200)
     struct stage b;
     struct stage c;
     uint32_t tokens[TOKENS];
-    remote_server_start(&server);
+    remote_server_need(&server);
     node_init(&a, &server);
     node_init(&b, &server);
     node_init(&c, &server);
@@ -243,7 +243,7 @@ Test(engine_remote_policy, no_room, .timeout = 200)
     struct stage b;
     uint32_t tokens[TOKENS];
     uint32_t others[TOKENS];
-    remote_server_start(&server);
+    remote_server_need(&server);
     node_init(&a, &server);
     node_init(&b, &server);
     node_start(&a, 64);
@@ -271,7 +271,7 @@ Test(engine_remote_policy, queues_are_bounded, .timeout = 200)
     struct remote_server server;
     struct stage a;
     uint32_t tokens[TOKENS];
-    remote_server_start(&server);
+    remote_server_need(&server);
     node_init(&a, &server);
     a.house.config.remote.ask_queue = 2;
     a.house.config.remote.send_queue = 3;
@@ -297,7 +297,7 @@ Test(engine_remote_policy, who_comes_too_late, .timeout = 200)
     struct remote_server server;
     struct stage a;
     uint32_t tokens[TOKENS];
-    remote_server_start(&server);
+    remote_server_need(&server);
     node_init(&a, &server);
     a.house.config.remote.ask_ms = 500;
     node_start(&a, 10);
@@ -416,7 +416,7 @@ static void compact(bool host)
     struct kvk_tier_form form;
     uint32_t tokens[FORM_BLOCKS * 4];
     char answer[256];
-    remote_server_start(&server);
+    remote_server_need(&server);
     form_start(&a, &server, host, &form);
     form_start(&b, &server, host, &form);
     cr_assert_lt(form.block_bytes, a.block_bytes / 2);
