@@ -123,6 +123,7 @@ struct kvk_space {
     uint64_t public_since; /* prefixes published up to here are not for it: cache.public_clock when
                               it was invalidated last */
     struct kvk_remote_member *remote; /* remote_store.h; NULL: it shares nothing. Ours */
+    bool remote_joins;                /* `remote` is being made: an invalidation waits for it */
     bool recorded;                    /* in the catalogue: see persist.h */
     uint64_t idle_ms;   /* after so long unused its blocks go; 0: as the tenant's quota says */
     bool partial_reuse; /* a hit may end within a block: partial.c */

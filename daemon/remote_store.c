@@ -355,6 +355,7 @@ void kvk_remote_space_join_drops(struct kvk_cache *cache, struct kvk_space *spac
         return;
     }
     space->reference_count++;
+    space->remote_joins = true;
     kvk_unlock(&cache->lock);
     if (member_create(cache, space, &member, &error) != KVK_OK) {
         kvk_log(KVK_LOG_WARNING, "space_not_shared", "space=%llu text=\"%s\"",
@@ -362,7 +363,9 @@ void kvk_remote_space_join_drops(struct kvk_cache *cache, struct kvk_space *spac
     }
     kvk_lock(&cache->lock);
     space->reference_count--;
+    space->remote_joins = false;
     space->remote = member;
+    pthread_cond_broadcast(&cache->changed);
 }
 
 void kvk_remote_space_destroy_unlocked(struct kvk_cache *cache, struct kvk_space *space)
@@ -494,6 +497,17 @@ static uint32_t raises_end_unlocked(struct kvk_space *const *spaces, uint32_t co
     return pending;
 }
 
+/* One that is found already, but not followed yet, would be invalidated here alone. */
+static bool any_joins(struct kvk_space *const *spaces, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        if (spaces[i]->remote_joins) {
+            return true;
+        }
+    }
+    return false;
+}
+
 enum kvk_status kvk_remote_raise_begin_drops(struct kvk_cache *cache,
                                              struct kvk_space *const *spaces, uint32_t count,
                                              struct kvk_error *error)
@@ -504,7 +518,7 @@ enum kvk_status kvk_remote_raise_begin_drops(struct kvk_cache *cache,
     if (store == NULL) {
         return KVK_OK;
     }
-    while (store->raising) {
+    while (store->raising || any_joins(spaces, count)) {
         (void)kvk_condition_wait(&cache->changed, &cache->lock,
                                  kvk_clock_now(kvk_clock_monotonic()) + RAISE_TICK_NS);
     }
