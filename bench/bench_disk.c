@@ -9,7 +9,6 @@
  * Last, how long one restore takes alone, and while write-behind has all it can use of the disk.
  */
 #include <errno.h>
-#include <ftw.h>
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>
@@ -26,6 +25,7 @@
 #include "bench/fio.h"
 #include "bench/report.h"
 #include "hosttier/disk.h"
+#include "tests/folder.h"
 
 #define ROUNDS_MAX 32
 #define PATH_SIZE 256
@@ -311,14 +311,6 @@ static void bench_open(struct bench *bench)
     kvk_random_fill(&random, bench->memory, bench->bytes);
 }
 
-static int path_remove(const char *path, const struct stat *about, int kind, struct FTW *place)
-{
-    (void)about;
-    (void)kind;
-    (void)place;
-    return remove(path);
-}
-
 int main(int count, char **arguments)
 {
     static struct bench bench;
@@ -341,7 +333,7 @@ int main(int count, char **arguments)
     classes_measure(&bench);
 
     kvk_disk_close(bench.disk);
-    (void)nftw(bench.folder, path_remove, 8, FTW_DEPTH | FTW_PHYS);
+    folder_remove(bench.folder);
     free(bench.pieces);
     free(bench.checksums);
     return kvk_report_print(&bench.report);

@@ -15,7 +15,6 @@
  * pace in both engines: 100 times a second it opens a space or invalidates one, which with a folder
  * is answered when it is durable; and every block is recorded.
  */
-#include <ftw.h>
 #include <math.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -35,6 +34,7 @@
 #include "daemon/sequence.h"
 #include "daemon/session.h"
 #include "daemon/space.h"
+#include "tests/folder.h"
 
 #define PAIRS 5
 #define PAIRS_MAX 101
@@ -348,14 +348,6 @@ static double fio_write_rate(const char *folder, uint64_t block_bytes)
     return rate;
 }
 
-static int remove_one(const char *path, const struct stat *stat, int kind, struct FTW *walk)
-{
-    (void)stat;
-    (void)kind;
-    (void)walk;
-    return remove(path);
-}
-
 struct options {
     char folder[128];
     double seconds;
@@ -509,6 +501,6 @@ int main(int argc, char **argv)
     report_fill(&options, &figures, &report);
     engine_close(&engines[0]);
     engine_close(&engines[1]);
-    (void)nftw(options.folder, remove_one, 16, FTW_DEPTH | FTW_PHYS);
+    folder_remove(options.folder);
     return kvk_report_print(&report);
 }

@@ -19,6 +19,7 @@
 #include "bench/report.h"
 #include "daemon/cache_internal.h"
 #include "daemon/public.h"
+#include "tests/engine_bare.h"
 
 #define BLOCK_TOKENS 16
 #define LOOKS 200 /* of one round */
@@ -71,8 +72,6 @@ static void tenants_make(void)
 
 static void engine_start(uint64_t host_bytes)
 {
-    struct kvk_device *device = NULL;
-    const struct kvk_device_cpu_options options = {.attend_thread_count = 1};
     kvk_config_init(&config);
     tenants_make();
     config.device_bytes = 0;
@@ -81,9 +80,8 @@ static void engine_start(uint64_t host_bytes)
     config.tenant_percent = 100;
     kvk_log_set_level(KVK_LOG_ERROR);
     expect(kvk_tenants_create(&config, &tenants, &error), "tenants");
-    expect(kvk_device_cpu_open(&options, &device, &error), "device");
     const struct kvk_cache_options cache_options = {
-        .config = &config, .tenants = tenants, .host_device = device, .threads = true};
+        .config = &config, .tenants = tenants, .host_device = bare_device(), .threads = true};
     expect(kvk_cache_create(&cache_options, &cache, &error), "cache");
 }
 
@@ -91,34 +89,15 @@ static void tenant_begin(uint32_t who)
 {
     char token[32];
     const struct kvk_credential *credential = NULL;
-    struct kvk_space_reply space;
-    struct kvk_welcome welcome;
-    struct kvk_space_request request = {.block_tokens = BLOCK_TOKENS, .group_count = 1};
-    const struct kvk_hello hello = {
-        .local = true, .pid = (int32_t)getpid(), .uid = (uint32_t)geteuid(), .pidfd = -1};
+    struct kvk_geometry geometry = bare_geometry(2, 2, 64, BLOCK_TOKENS);
+    geometry.format_k = geometry.format_v = KVK_FORMAT_BF16;
     (void)snprintf(token, sizeof(token), "secret-of-tenant-%u", who);
     expect(kvk_tenants_authenticate(tenants, (const uint8_t *)token, strlen(token), false, 0,
                                     &credential, &error),
            "token");
-    callers[who] = (struct kvk_caller){
-        .credential = credential, .call = "Bench", .may_block = true, .deadline_ns = UINT64_MAX};
-    request.identity.parts[KVK_IDENTITY_MODEL - 1] =
-        (struct kvk_view){.data = (const uint8_t *)"model", .size = 5};
-    request.groups[0] = (struct kvk_geometry){.layers = 2,
-                                              .kv_heads = 2,
-                                              .head_size_k = 64,
-                                              .head_size_v = 64,
-                                              .block_tokens = BLOCK_TOKENS,
-                                              .format_k = KVK_FORMAT_BF16,
-                                              .format_v = KVK_FORMAT_BF16,
-                                              .layout = KVK_LAYOUT_HEADS_FIRST,
-                                              .attention = KVK_ATTENTION_SELF,
-                                              .tensor_shards = 1,
-                                              .pipeline_shards = 1};
-    expect(kvk_space_open(cache, &callers[who], &request, &space, &error), "OpenSpace");
-    expect(kvk_session_begin(cache, &callers[who], &hello, &welcome, &error), "session");
-    spaces[who] = space.space_id;
-    sessions[who] = welcome.session_id;
+    callers[who] = bare_caller(credential);
+    spaces[who] = bare_space(cache, &callers[who], "model", &geometry).space_id;
+    sessions[who] = bare_session(cache, &callers[who]);
 }
 
 /* ---- Words ---- */
@@ -132,23 +111,7 @@ static void prompt_fill(uint32_t *tokens, uint64_t count, uint32_t name)
 
 static void prompt_cache(uint32_t who, const uint32_t *tokens, uint64_t count)
 {
-    struct kvk_sequence_reply opened;
-    struct kvk_seal_reply sealed;
-    struct kvk_close_reply closed;
-    const struct kvk_open_request request = {.session_id = sessions[who],
-                                             .space_id = spaces[who],
-                                             .prompt = {.tokens = tokens, .token_count = count},
-                                             .tier = -1};
-    expect(kvk_sequence_open(cache, &callers[who], &request, &opened, NULL, &error), "open");
-    const struct kvk_seal_request seal = {.session_id = sessions[who],
-                                          .sequence_id = opened.sequence_id,
-                                          .expected_length = count,
-                                          .length = count,
-                                          .all_ranks = true};
-    expect(kvk_sequence_seal(cache, &callers[who], &seal, &sealed, &error), "seal");
-    expect(kvk_sequence_close(cache, &callers[who], sessions[who], &opened.sequence_id, 1, &closed,
-                              &error),
-           "close");
+    bare_compute(cache, &callers[who], sessions[who], spaces[who], tokens, count);
 }
 
 /* Microseconds of one look-up, over a round. */

@@ -23,6 +23,7 @@
 #include "base/lock.h"
 #include "bench/report.h"
 #include "hosttier/remote.h"
+#include "tests/remote_server.h"
 
 #define DATA_BYTES (64U << 20) /* of the keys that a case uses */
 #define REPEAT_MAX 15U
@@ -49,7 +50,7 @@ static struct {
     uint32_t repeat, threads;
     bool encrypt;
     unsigned port;
-    char folder[64];
+    struct remote_server server; /* its own, without --port */
 } bench = {.seconds = 1.0, .repeat = 3, .threads = 1};
 
 /* ---- redis-benchmark ---- */
@@ -257,29 +258,6 @@ static void case_run(const struct bench_case *of)
     free(memory);
 }
 
-static void server_start(void)
-{
-    char command[512];
-    bench.port = 33000 + (unsigned)getpid() % 1000;
-    (void)snprintf(bench.folder, sizeof(bench.folder), "/tmp/kvkeep-bench-%d", (int)getpid());
-    (void)snprintf(command, sizeof(command),
-                   "mkdir -m 700 %s && redis-server --port %u --bind 127.0.0.1 --save '' "
-                   "--dir %s --daemonize yes --pidfile %s/pid --logfile %s/log >/dev/null",
-                   bench.folder, bench.port, bench.folder, bench.folder, bench.folder);
-    if (system(command) != 0) {
-        (void)fprintf(stderr, "redis-server cannot be started\n");
-        exit(1);
-    }
-}
-
-static void server_stop(void)
-{
-    char command[256];
-    (void)snprintf(command, sizeof(command), "kill -KILL $(cat %s/pid); rm -rf -- %s", bench.folder,
-                   bench.folder);
-    (void)!system(command);
-}
-
 int main(int count, char **arguments)
 {
     bool own = true;
@@ -319,13 +297,14 @@ int main(int count, char **arguments)
     kvk_lock_init(&run.lock);
     kvk_condition_init(&run.changed);
     if (own) {
-        server_start();
+        remote_server_start(&bench.server);
+        bench.port = bench.server.port;
     }
     for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
         case_run(&cases[i]);
     }
     if (own) {
-        server_stop();
+        remote_server_stop(&bench.server);
     }
     kvk_lock_finish(&run.lock);
     return kvk_report_print(&bench.report);

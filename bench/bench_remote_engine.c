@@ -13,15 +13,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/prctl.h>
-#include <sys/stat.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include "base/assert.h"
 #include "base/log.h"
 #include "bench/report.h"
 #include "daemon/remote_internal.h"
+#include "tests/engine_bare.h"
+#include "tests/remote_server.h"
 
 #define BLOCK_TOKENS 16U
 #define HIT_BLOCKS 64U /* of the prompt that is looked up */
@@ -30,8 +28,7 @@
 static struct {
     struct kvk_report report;
     double seconds;
-    unsigned port;
-    char folder[64];
+    struct remote_server server;
     double *samples; /* [SAMPLES_MAX] us */
 } bench = {.seconds = 3.0};
 
@@ -42,7 +39,6 @@ struct node {
     struct kvk_caller caller;
     uint64_t space;
     uint64_t session;
-    uint64_t block_bytes;
 };
 
 static uint64_t now_ns(void)
@@ -63,10 +59,7 @@ static struct kvk_remote_report report_of(struct node *node)
 
 static void node_start(struct node *node, bool shares, uint64_t block_bytes, uint64_t host_bytes)
 {
-    const struct kvk_credential *credential;
     struct kvk_error error;
-    const struct kvk_device_cpu_options device_options = {.attend_thread_count = 1};
-    struct kvk_device *device;
     memset(node, 0, sizeof(*node));
     kvk_config_init(&node->config);
     node->config.device_bytes = 0;
@@ -74,43 +67,20 @@ static void node_start(struct node *node, bool shares, uint64_t block_bytes, uin
     node->config.tokens = 65536;
     struct kvk_remote_config *remote = &node->config.remote;
     if (shares) {
-        (void)snprintf(remote->seeds, sizeof(remote->seeds), "127.0.0.1:%u", bench.port);
-        (void)snprintf(remote->key_file, sizeof(remote->key_file), "%s/key", bench.folder);
+        (void)snprintf(remote->seeds, sizeof(remote->seeds), "127.0.0.1:%u", bench.server.port);
+        (void)snprintf(remote->key_file, sizeof(remote->key_file), "%s/key", bench.server.folder);
         remote->admit_uses = 1;
     }
-    KVK_ASSERT(kvk_tenants_create(&node->config, &node->tenants, &error) == KVK_OK);
-    KVK_ASSERT(kvk_device_cpu_open(&device_options, &device, &error) == KVK_OK);
-    const struct kvk_cache_options options = {
-        .config = &node->config, .tenants = node->tenants, .host_device = device, .threads = true};
-    KVK_ASSERT(kvk_cache_create(&options, &node->cache, &error) == KVK_OK);
-    KVK_ASSERT(kvk_tenants_authenticate(node->tenants, NULL, 0, true, (uint32_t)geteuid(),
-                                        &credential, &error) == KVK_OK);
-    node->caller = (struct kvk_caller){
-        .credential = credential, .call = "Bench", .may_block = true, .deadline_ns = UINT64_MAX};
-    struct kvk_space_request request = {.block_tokens = BLOCK_TOKENS, .group_count = 1};
-    request.identity.parts[KVK_IDENTITY_MODEL - 1] =
-        (struct kvk_view){.data = (const uint8_t *)"model", .size = 5};
-    request.groups[0] = (struct kvk_geometry){.layers = 1,
-                                              .kv_heads = 1,
-                                              .head_size_k = 1,
-                                              .head_size_v = 1,
-                                              .block_tokens = BLOCK_TOKENS,
-                                              .format_k = KVK_FORMAT_FP32,
-                                              .format_v = KVK_FORMAT_FP32,
-                                              .layout = KVK_LAYOUT_OPAQUE,
-                                              .opaque_bytes = block_bytes,
-                                              .attention = KVK_ATTENTION_SELF,
-                                              .tensor_shards = 1,
-                                              .pipeline_shards = 1};
-    struct kvk_space_reply reply;
-    KVK_ASSERT(kvk_space_open(node->cache, &node->caller, &request, &reply, &error) == KVK_OK);
-    node->space = reply.space_id;
-    node->block_bytes = block_bytes;
-    const struct kvk_hello hello = {
-        .local = true, .pid = (int32_t)getpid(), .uid = (uint32_t)geteuid(), .pidfd = -1};
-    struct kvk_welcome welcome;
-    KVK_ASSERT(kvk_session_begin(node->cache, &node->caller, &hello, &welcome, &error) == KVK_OK);
-    node->session = welcome.session_id;
+    bare_must(kvk_tenants_create(&node->config, &node->tenants, &error), &error);
+    const struct kvk_cache_options options = {.config = &node->config,
+                                              .tenants = node->tenants,
+                                              .host_device = bare_device(),
+                                              .threads = true};
+    bare_must(kvk_cache_create(&options, &node->cache, &error), &error);
+    const struct kvk_geometry geometry = bare_opaque(block_bytes, BLOCK_TOKENS);
+    node->caller = bare_user(node->tenants);
+    node->space = bare_space(node->cache, &node->caller, "model", &geometry).space_id;
+    node->session = bare_session(node->cache, &node->caller);
     while (shares && report_of(node).spaces_out > 0) {
         (void)usleep(5000);
     }
@@ -130,30 +100,10 @@ static void prompt_make(uint32_t *tokens, uint32_t blocks, uint32_t number)
     }
 }
 
-/* Compute a prompt: what is in its blocks is whatever lay there. */
 static void compute(struct node *node, const uint32_t *tokens, uint32_t blocks)
 {
-    struct kvk_tables tables = {.part_count = 0};
-    struct kvk_sequence_reply reply;
-    struct kvk_seal_reply sealed;
-    struct kvk_close_reply closed;
-    struct kvk_error error;
-    const struct kvk_open_request request = {
-        .session_id = node->session,
-        .space_id = node->space,
-        .prompt = {.tokens = tokens, .token_count = (uint64_t)blocks * BLOCK_TOKENS},
-        .tier = -1};
-    KVK_ASSERT(kvk_sequence_open(node->cache, &node->caller, &request, &reply, &tables, &error) ==
-               KVK_OK);
-    const struct kvk_seal_request seal = {.session_id = node->session,
-                                          .sequence_id = reply.sequence_id,
-                                          .expected_length = (uint64_t)blocks * BLOCK_TOKENS,
-                                          .length = (uint64_t)blocks * BLOCK_TOKENS,
-                                          .all_ranks = true};
-    KVK_ASSERT(kvk_sequence_seal(node->cache, &node->caller, &seal, &sealed, &error) == KVK_OK);
-    KVK_ASSERT(kvk_sequence_close(node->cache, &node->caller, node->session, &reply.sequence_id, 1,
-                                  &closed, &error) == KVK_OK);
-    kvk_tables_finish(&tables);
+    bare_compute(node->cache, &node->caller, node->session, node->space, tokens,
+                 (uint64_t)blocks * BLOCK_TOKENS);
 }
 
 static struct kvk_lookup_reply look_up(struct node *node, const uint32_t *tokens, uint32_t blocks)
@@ -208,6 +158,8 @@ static void hits_measure(struct node *node, const char *name, double reference[2
             (void)look_up(node, others, HIT_BLOCKS);
             if (turn % 1000 == 0) {
                 compute(node, others, HIT_BLOCKS);
+                /* Being looked up is no use, and what is not used makes room. */
+                compute(node, tokens, HIT_BLOCKS);
             }
         }
         uint64_t begun_ns = now_ns();
@@ -223,7 +175,7 @@ static void hits_measure(struct node *node, const char *name, double reference[2
     reference[1] = isnan(reference[1]) ? p99 : reference[1];
 }
 
-static void lookups(pid_t server)
+static void lookups(void)
 {
     struct node node;
     double reference[2] = {NAN, NAN};
@@ -234,9 +186,9 @@ static void lookups(pid_t server)
     node_stop(&node);
     node_start(&node, true, block_bytes, host_bytes);
     hits_measure(&node, "look-up that hits, store good", reference);
-    (void)kill(server, SIGSTOP);
+    (void)kill(bench.server.pid, SIGSTOP);
     hits_measure(&node, "look-up that hits, store standing still", reference);
-    (void)kill(server, SIGCONT);
+    (void)kill(bench.server.pid, SIGCONT);
     node_stop(&node);
 }
 
@@ -272,38 +224,8 @@ static void fetches(uint64_t block_bytes, uint32_t blocks)
     free(tokens);
 }
 
-/* ---- The server ---- */
-
-static pid_t server_start(void)
-{
-    char command[256];
-    char port[16];
-    bench.port = 20000 + (unsigned)getpid() % 10000;
-    (void)snprintf(port, sizeof(port), "%u", bench.port);
-    (void)snprintf(bench.folder, sizeof(bench.folder), "/tmp/kvkeep-bench-%d", (int)getpid());
-    KVK_ASSERT(mkdir(bench.folder, 0700) == 0);
-    (void)snprintf(command, sizeof(command), "umask 077; openssl rand -hex 32 >%s/key",
-                   bench.folder);
-    KVK_ASSERT(system(command) == 0);
-    pid_t server = fork();
-    KVK_ASSERT(server >= 0);
-    if (server == 0) {
-        (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
-        (void)execlp("redis-server", "redis-server", "--port", port, "--bind", "127.0.0.1",
-                     "--save", "", "--dir", bench.folder, "--logfile", "log", (char *)NULL);
-        _exit(127);
-    }
-    (void)snprintf(command, sizeof(command),
-                   "for i in $(seq 200); do redis-cli -p %u ping >/dev/null 2>&1 && exit 0; "
-                   "sleep 0.05; done; exit 1",
-                   bench.port);
-    KVK_ASSERT(system(command) == 0);
-    return server;
-}
-
 int main(int count, char **arguments)
 {
-    char command[128];
     kvk_report_init(&bench.report, "remote_engine");
     for (int i = 1; i < count; i++) {
         if (kvk_report_option(&bench.report, arguments[i])) {
@@ -319,15 +241,12 @@ int main(int count, char **arguments)
     (void)signal(SIGPIPE, SIG_IGN);
     bench.samples = malloc(SAMPLES_MAX * sizeof(bench.samples[0]));
     KVK_ASSERT(bench.samples != NULL);
-    pid_t server = server_start();
-    lookups(server);
+    remote_server_start(&bench.server);
+    lookups();
     fetches(UINT64_C(64) << 10, 512);
     fetches(UINT64_C(512) << 10, 256);
     fetches(UINT64_C(2) << 20, 64);
-    (void)kill(server, SIGKILL);
-    (void)waitpid(server, NULL, 0);
-    (void)snprintf(command, sizeof(command), "rm -rf -- %s", bench.folder);
-    (void)!system(command);
+    remote_server_stop(&bench.server);
     free(bench.samples);
     return kvk_report_print(&bench.report);
 }

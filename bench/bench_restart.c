@@ -23,6 +23,8 @@
 #include "daemon/sidecar.h"
 #include "daemon/warm.h"
 #include "hosttier/keeper.h"
+#include "tests/engine_bare.h"
+#include "tests/folder.h"
 
 #define BLOCK_TOKENS 16
 
@@ -50,8 +52,6 @@ struct house {
 static void house_open(const struct settings *settings, struct house *house)
 {
     struct kvk_error error;
-    struct kvk_device *device = NULL;
-    const struct kvk_device_cpu_options device_options = {.attend_thread_count = 1};
     struct kvk_config *config = &house->config;
     kvk_log_set_level(KVK_LOG_WARNING);
     kvk_config_init(config);
@@ -74,12 +74,9 @@ static void house_open(const struct settings *settings, struct house *house)
     if (kvk_tenants_open(&tenants, &house->tenants, &error) != KVK_OK) {
         give_up("tenants", &error);
     }
-    if (kvk_device_cpu_open(&device_options, &device, &error) != KVK_OK) {
-        give_up("device", &error);
-    }
     const struct kvk_cache_options options = {.config = config,
                                               .tenants = house->tenants,
-                                              .host_device = device,
+                                              .host_device = bare_device(),
                                               .catalogue = house->durable.catalogue,
                                               .keeper = house->durable.keeper};
     if (kvk_cache_create(&options, &house->cache, &error) != KVK_OK) {
@@ -89,33 +86,10 @@ static void house_open(const struct settings *settings, struct house *house)
 
 static struct kvk_group *space_open(struct house *house)
 {
-    struct kvk_error error;
-    const struct kvk_credential *credential = NULL;
-    if (kvk_tenants_authenticate(house->tenants, NULL, 0, true, (uint32_t)geteuid(), &credential,
-                                 &error) != KVK_OK) {
-        give_up("credential", &error);
-    }
-    const struct kvk_caller caller = {
-        .credential = credential, .may_block = true, .deadline_ns = UINT64_MAX};
-    struct kvk_space_request request = {.block_tokens = BLOCK_TOKENS, .group_count = 1};
-    struct kvk_space_reply reply;
-    request.identity.parts[KVK_IDENTITY_MODEL - 1] =
-        (struct kvk_view){.data = (const uint8_t *)"bench", .size = 5};
-    request.groups[0] = (struct kvk_geometry){.layers = 1,
-                                              .kv_heads = 1,
-                                              .head_size_k = 1,
-                                              .head_size_v = 1,
-                                              .block_tokens = BLOCK_TOKENS,
-                                              .format_k = KVK_FORMAT_FP32,
-                                              .format_v = KVK_FORMAT_FP32,
-                                              .layout = KVK_LAYOUT_HEADS_FIRST,
-                                              .attention = KVK_ATTENTION_SELF,
-                                              .tensor_shards = 1,
-                                              .pipeline_shards = 1};
-    if (kvk_space_open(house->cache, &caller, &request, &reply, &error) != KVK_OK) {
-        give_up("space", &error);
-    }
-    struct kvk_space *space = kvk_table_get(&house->cache->space_table, reply.space_id);
+    const struct kvk_caller caller = bare_user(house->tenants);
+    const struct kvk_geometry geometry = bare_geometry(1, 1, 1, BLOCK_TOKENS);
+    uint64_t id = bare_space(house->cache, &caller, "bench", &geometry).space_id;
+    struct kvk_space *space = kvk_table_get(&house->cache->space_table, id);
     return space->groups[0];
 }
 
@@ -256,7 +230,6 @@ int main(int argc, char **argv)
 {
     struct settings settings = {.blocks = 1000000, .chain = 64};
     struct kvk_report report;
-    char command[128];
     kvk_report_init(&report, "restart");
     for (int i = 1; i < argc; i++) {
         if (kvk_report_option(&report, argv[i])) {
@@ -290,6 +263,6 @@ int main(int argc, char **argv)
     }
     (void)kill(keeper, SIGKILL);
     (void)waitpid(keeper, NULL, 0);
-    (void)snprintf(command, sizeof(command), "rm -rf %s", settings.folder);
-    return system(command) == 0 ? failed : 1;
+    folder_remove(settings.folder);
+    return failed;
 }

@@ -5,7 +5,6 @@
 #define KVK_TESTS_CATALOGUE_HOUSE_H
 
 #include <criterion/criterion.h>
-#include <ftw.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,6 +14,7 @@
 #include "base/log.h"
 #include "base/random.h"
 #include "hosttier/catalogue_internal.h"
+#include "tests/folder.h"
 #include "tests/patience.h"
 
 struct shelf {
@@ -52,19 +52,10 @@ static inline void shelf_reopen(struct shelf *shelf)
     shelf_open(shelf);
 }
 
-static inline int shelf_remove_one(const char *path, const struct stat *stat, int kind,
-                                   struct FTW *walk)
-{
-    (void)stat;
-    (void)kind;
-    (void)walk;
-    return remove(path);
-}
-
 static inline void shelf_finish(struct shelf *shelf)
 {
     shelf_close(shelf);
-    (void)nftw(shelf->folder, shelf_remove_one, 16, FTW_DEPTH | FTW_PHYS);
+    folder_remove(shelf->folder);
 }
 
 /* ---- Records that depend on one number ---- */

@@ -12,7 +12,6 @@
 
 #include <dirent.h>
 #include <errno.h>
-#include <ftw.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -31,6 +30,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "tests/folder.h"
 #include "tests/patience.h"
 
 #define AGENT_TASK_MS 120000 /* the longest that one task may take */
@@ -238,15 +238,6 @@ static inline void daemon_start(struct daemon *daemon, const struct daemon_setup
     }
 }
 
-static inline int daemon_remove_one(const char *path, const struct stat *status, int kind,
-                                    struct FTW *place)
-{
-    (void)status;
-    (void)kind;
-    (void)place;
-    return remove(path);
-}
-
 /* Removes what a daemon leaves, and the folder. */
 static inline void daemon_clean(struct daemon *daemon)
 {
@@ -259,7 +250,7 @@ static inline void daemon_clean(struct daemon *daemon)
     }
     char data[96];
     (void)snprintf(data, sizeof(data), "%s/data", daemon->folder);
-    (void)nftw(data, daemon_remove_one, 16, FTW_DEPTH | FTW_PHYS); /* there, if it was durable */
+    folder_remove(data); /* there, if it was durable */
     (void)rmdir(daemon->folder);
     daemon_log_path[0] = '\0';
 }

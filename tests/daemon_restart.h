@@ -9,6 +9,7 @@
 #include <sys/stat.h>
 
 #include "tests/daemon_look.h"
+#include "tests/folder.h"
 
 struct durable_daemon {
     struct daemon daemon;
@@ -169,7 +170,7 @@ static inline void durable_end(struct durable_daemon *durable)
         CHECK(i < 500, "process %d is left of it", (int)durable_process_left(durable));
         pause_us(10000);
     }
-    (void)nftw(durable->daemon.folder, daemon_remove_one, 16, FTW_DEPTH | FTW_PHYS);
+    folder_remove(durable->daemon.folder);
     daemon_log_path[0] = '\0';
 }
 

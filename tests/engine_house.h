@@ -6,7 +6,6 @@
 #define KVK_TESTS_ENGINE_HOUSE_H
 
 #include <criterion/criterion.h>
-#include <ftw.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -17,6 +16,7 @@
 #include "base/random.h"
 #include "daemon/cache_internal.h"
 #include "daemon/durable.h"
+#include "tests/folder.h"
 #include "tests/patience.h"
 
 struct house {
@@ -91,15 +91,6 @@ static inline void house_durable(struct house *house, const struct house_options
                    house->folder);
 }
 
-static inline int house_remove_one(const char *path, const struct stat *status, int kind,
-                                   struct FTW *place)
-{
-    (void)status;
-    (void)kind;
-    (void)place;
-    return remove(path);
-}
-
 static inline void house_start(struct house *house, const struct house_options *options)
 {
     const struct kvk_credential *credential = NULL;
@@ -150,7 +141,7 @@ static inline void house_stop(struct house *house)
     kvk_durable_close(&house->durable);
     kvk_config_finish(&house->config);
     if (house->folder[0] != '\0') {
-        (void)nftw(house->folder, house_remove_one, 16, FTW_DEPTH | FTW_PHYS);
+        folder_remove(house->folder);
         house->folder[0] = '\0';
     }
 }

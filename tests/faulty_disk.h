@@ -7,7 +7,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <ftw.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -17,6 +16,7 @@
 #include <unistd.h>
 
 #include "hosttier/disk.h"
+#include "tests/folder.h"
 
 struct faulty_disk {
     char folder[64];
@@ -135,20 +135,11 @@ static inline bool faulty_init(struct faulty_disk *faulty)
     return faulty_init_at(faulty, "/tmp");
 }
 
-static inline int faulty_remove_one(const char *path, const struct stat *stat, int kind,
-                                    struct FTW *walk)
-{
-    (void)stat;
-    (void)kind;
-    (void)walk;
-    return remove(path);
-}
-
 static inline void faulty_finish(struct faulty_disk *faulty)
 {
     kvk_disk_close(faulty->disk);
     faulty->disk = NULL;
-    (void)nftw(faulty->folder, faulty_remove_one, 16, FTW_DEPTH | FTW_PHYS);
+    folder_remove(faulty->folder);
 }
 
 #endif

@@ -20,6 +20,7 @@
 #include "daemon/cache_internal.h"
 #include "daemon/http.h"
 #include "daemon/rpc_json.h"
+#include "tests/engine_bare.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
@@ -49,56 +50,23 @@ void __wrap_kvk_server_stats(struct kvk_server *server, struct kvk_server_stats 
     memset(stats, 0, sizeof(*stats));
 }
 
-static struct kvk_device *device_open(void)
-{
-    const struct kvk_device_cpu_options options = {.attend_thread_count = 1};
-    struct kvk_device *device = NULL;
-    struct kvk_error error;
-    enum kvk_status status = kvk_device_cpu_open(&options, &device, &error);
-    KVK_ASSERT(status == KVK_OK);
-    return device;
-}
-
 /* Something to be listed: a space, a session, a sequence. */
 static void furnish(void)
 {
     struct kvk_error error;
-    struct kvk_space_reply space;
-    struct kvk_welcome welcome;
     struct kvk_sequence_reply sequence;
     struct kvk_tables tables = {.part_count = 0};
-    const struct kvk_credential *credential = NULL;
     static const uint32_t tokens[6] = {1, 2, 3, 4, 5, 6};
-    enum kvk_status status = kvk_tenants_authenticate(house.tenants, NULL, 0, true,
-                                                      (uint32_t)geteuid(), &credential, &error);
-    KVK_ASSERT(status == KVK_OK);
-    const struct kvk_caller caller = {
-        .credential = credential, .call = "Fuzz", .may_block = true, .deadline_ns = UINT64_MAX};
-    struct kvk_space_request request = {.block_tokens = 4, .group_count = 1};
-    request.identity.parts[KVK_IDENTITY_MODEL - 1] =
-        (struct kvk_view){.data = (const uint8_t *)"m\xc3\xa9\"", .size = 4};
-    request.groups[0] = (struct kvk_geometry){.layers = 1,
-                                              .kv_heads = 1,
-                                              .head_size_k = 8,
-                                              .head_size_v = 8,
-                                              .block_tokens = 4,
-                                              .format_k = KVK_FORMAT_FP32,
-                                              .format_v = KVK_FORMAT_FP32,
-                                              .layout = KVK_LAYOUT_HEADS_FIRST,
-                                              .attention = KVK_ATTENTION_SELF,
-                                              .tensor_shards = 1,
-                                              .pipeline_shards = 1};
-    status = kvk_space_open(house.cache, &caller, &request, &space, &error);
-    KVK_ASSERT(status == KVK_OK);
-    const struct kvk_hello hello = {
-        .local = true, .pid = (int32_t)getpid(), .uid = (uint32_t)geteuid(), .pidfd = -1};
-    status = kvk_session_begin(house.cache, &caller, &hello, &welcome, &error);
-    KVK_ASSERT(status == KVK_OK);
-    const struct kvk_open_request open = {.session_id = welcome.session_id,
-                                          .space_id = space.space_id,
+    const struct kvk_caller caller = bare_user(house.tenants);
+    const struct kvk_geometry geometry = bare_geometry(1, 1, 8, 4);
+    uint64_t space_id = bare_space(house.cache, &caller, "m\xc3\xa9\"", &geometry).space_id;
+    uint64_t session_id = bare_session(house.cache, &caller);
+    const struct kvk_open_request open = {.session_id = session_id,
+                                          .space_id = space_id,
                                           .prompt = {.tokens = tokens, .token_count = 6},
                                           .tier = -1};
-    status = kvk_sequence_open(house.cache, &caller, &open, &sequence, &tables, &error);
+    enum kvk_status status =
+        kvk_sequence_open(house.cache, &caller, &open, &sequence, &tables, &error);
     KVK_ASSERT(status == KVK_OK);
     kvk_tables_finish(&tables);
 }
@@ -126,8 +94,8 @@ static void house_begin(void)
     KVK_ASSERT(status == KVK_OK);
     const struct kvk_cache_options cache = {.config = &house.config,
                                             .tenants = house.tenants,
-                                            .device = device_open(),
-                                            .host_device = device_open()};
+                                            .device = bare_device(),
+                                            .host_device = bare_device()};
     status = kvk_cache_create(&cache, &house.cache, &error);
     KVK_ASSERT(status == KVK_OK);
     const struct kvk_device_info info = {.name = "cpu"};

@@ -13,6 +13,7 @@
 #include "base/log.h"
 #include "daemon/cache_internal.h"
 #include "daemon/rpc_private.h"
+#include "tests/engine_bare.h"
 #include "tests/fuzz_server.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
@@ -87,16 +88,6 @@ static void configure(void)
     (void)close(fd);
 }
 
-static struct kvk_device *device_open(void)
-{
-    const struct kvk_device_cpu_options options = {.attend_thread_count = 1};
-    struct kvk_device *device = NULL;
-    struct kvk_error error;
-    enum kvk_status status = kvk_device_cpu_open(&options, &device, &error);
-    KVK_ASSERT(status == KVK_OK);
-    return device;
-}
-
 static void house_begin(void)
 {
     struct kvk_error error;
@@ -111,8 +102,8 @@ static void house_begin(void)
     const struct kvk_cache_options cache = {.config = &house.config,
                                             .tenants = house.tenants,
                                             .clock = &house.clock.clock,
-                                            .device = device_open(),
-                                            .host_device = device_open()};
+                                            .device = bare_device(),
+                                            .host_device = bare_device()};
     const struct kvk_device_info info = {.name = "cpu"};
     status = kvk_cache_create(&cache, &house.cache, &error);
     KVK_ASSERT(status == KVK_OK);

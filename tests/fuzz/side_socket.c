@@ -19,6 +19,7 @@
 #include "base/log.h"
 #include "daemon/cache_internal.h"
 #include "daemon/side_socket.h"
+#include "tests/engine_bare.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
@@ -53,9 +54,6 @@ static struct {
 static void house_begin(void)
 {
     struct kvk_error error;
-    const struct kvk_device_cpu_options options = {.attend_thread_count = 1};
-    struct kvk_device *device = NULL;
-    const struct kvk_credential *credential = NULL;
     kvk_log_set_level(KVK_LOG_ERROR);
     kvk_config_init(&house.config);
     house.config.device_bytes = 0;
@@ -63,15 +61,9 @@ static void house_begin(void)
     house.config.scratch_bytes = 1 << 20;
     enum kvk_status status = kvk_tenants_create(&house.config, &house.tenants, &error);
     KVK_ASSERT(status == KVK_OK);
-    status = kvk_tenants_authenticate(house.tenants, NULL, 0, true, (uint32_t)geteuid(),
-                                      &credential, &error);
-    KVK_ASSERT(status == KVK_OK);
-    house.caller =
-        (struct kvk_caller){.credential = credential, .may_block = true, .deadline_ns = UINT64_MAX};
-    status = kvk_device_cpu_open(&options, &device, &error);
-    KVK_ASSERT(status == KVK_OK);
+    house.caller = bare_user(house.tenants);
     const struct kvk_cache_options cache = {
-        .config = &house.config, .tenants = house.tenants, .host_device = device};
+        .config = &house.config, .tenants = house.tenants, .host_device = bare_device()};
     status = kvk_cache_create(&cache, &house.cache, &error);
     KVK_ASSERT(status == KVK_OK);
     house.address.sun_family = AF_UNIX;

@@ -8,7 +8,6 @@
  * never written together with their place are not made anew, since nothing but the daemon does so.
  */
 #include <fcntl.h>
-#include <ftw.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,6 +22,8 @@
 #include "daemon/durable.h"
 #include "daemon/sidecar_internal.h"
 #include "hosttier/keeper_internal.h"
+#include "tests/engine_bare.h"
+#include "tests/folder.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
@@ -178,16 +179,6 @@ static struct {
     uint64_t session_id;
 } house;
 
-static struct kvk_device *device_open(void)
-{
-    const struct kvk_device_cpu_options options = {.attend_thread_count = 1};
-    struct kvk_device *device = NULL;
-    struct kvk_error error;
-    enum kvk_status status = kvk_device_cpu_open(&options, &device, &error);
-    KVK_ASSERT(status == KVK_OK);
-    return device;
-}
-
 static void configure(void)
 {
     kvk_config_init(&house.config);
@@ -206,34 +197,10 @@ static void configure(void)
     house.config.huge_pages = false;
 }
 
-static void space_open(void)
-{
-    struct kvk_error error;
-    struct kvk_space_request request = {.block_tokens = BLOCK_TOKENS, .group_count = 1};
-    struct kvk_space_reply reply;
-    request.identity.parts[KVK_IDENTITY_MODEL - 1] =
-        (struct kvk_view){.data = (const uint8_t *)"m", .size = 1};
-    request.groups[0] = (struct kvk_geometry){.layers = 2,
-                                              .kv_heads = 2,
-                                              .head_size_k = 8,
-                                              .head_size_v = 8,
-                                              .block_tokens = BLOCK_TOKENS,
-                                              .format_k = KVK_FORMAT_FP32,
-                                              .format_v = KVK_FORMAT_FP32,
-                                              .layout = KVK_LAYOUT_HEADS_FIRST,
-                                              .attention = KVK_ATTENTION_SELF,
-                                              .tensor_shards = 1,
-                                              .pipeline_shards = 1};
-    enum kvk_status status = kvk_space_open(house.cache, &house.caller, &request, &reply, &error);
-    KVK_ASSERT(status == KVK_OK);
-    house.space_id = reply.space_id;
-}
-
 static void house_begin(void)
 {
     struct kvk_error error;
-    struct kvk_welcome welcome;
-    const struct kvk_credential *credential = NULL;
+    const struct kvk_geometry geometry = bare_geometry(2, 2, 8, BLOCK_TOKENS);
     configure();
     enum kvk_status status = kvk_durable_open(&house.config, &house.durable, &error);
     KVK_ASSERT(status == KVK_OK);
@@ -243,8 +210,8 @@ static void house_begin(void)
     KVK_ASSERT(status == KVK_OK);
     const struct kvk_cache_options options = {.config = &house.config,
                                               .tenants = house.tenants,
-                                              .device = device_open(),
-                                              .host_device = device_open(),
+                                              .device = bare_device(),
+                                              .host_device = bare_device(),
                                               .catalogue = house.durable.catalogue,
                                               .keeper = &held.keeper};
     status = kvk_cache_create(&options, &house.cache, &error);
@@ -252,17 +219,9 @@ static void house_begin(void)
     status = kvk_durable_start(house.cache, &error);
     KVK_ASSERT(status == KVK_OK);
     kvk_cache_check(house.cache);
-    status = kvk_tenants_authenticate(house.tenants, NULL, 0, true, (uint32_t)geteuid(),
-                                      &credential, &error);
-    KVK_ASSERT(status == KVK_OK);
-    house.caller = (struct kvk_caller){
-        .credential = credential, .call = "Fuzz", .may_block = true, .deadline_ns = UINT64_MAX};
-    space_open();
-    const struct kvk_hello hello = {
-        .local = true, .pid = (int32_t)getpid(), .uid = (uint32_t)geteuid(), .pidfd = -1};
-    status = kvk_session_begin(house.cache, &house.caller, &hello, &welcome, &error);
-    KVK_ASSERT(status == KVK_OK);
-    house.session_id = welcome.session_id;
+    house.caller = bare_user(house.tenants);
+    house.space_id = bare_space(house.cache, &house.caller, "m", &geometry).space_id;
+    house.session_id = bare_session(house.cache, &house.caller);
 }
 
 static void house_end(void)
@@ -353,17 +312,9 @@ static uint64_t chain_open(uint32_t first, bool fill)
     return reply.cached_tokens;
 }
 
-static int remove_one(const char *path, const struct stat *info, int kind, struct FTW *walk)
+static void house_remove(void)
 {
-    (void)info;
-    (void)kind;
-    (void)walk;
-    return remove(path);
-}
-
-static void folder_remove(void)
-{
-    (void)nftw(house.folder, remove_one, 16, FTW_DEPTH | FTW_PHYS);
+    folder_remove(house.folder);
 }
 
 static void first_daemon(void)
@@ -373,7 +324,7 @@ static void first_daemon(void)
                    access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp");
     char *made = mkdtemp(house.folder);
     KVK_ASSERT(made != NULL);
-    (void)atexit(folder_remove);
+    (void)atexit(house_remove);
     kvk_lock_init(&held.keeper.lock);
     kvk_condition_init(&held.keeper.free);
     held.keeper.ops = &held_ops;

@@ -8,10 +8,10 @@
  *
  *     test_power_power [--images N] [--seed N]
  */
-#include <ftw.h>
 #include <sys/stat.h>
 
 #include "tests/daemon_worker.h"
+#include "tests/folder.h"
 #include "tests/power/image.h"
 
 #define MODELS 2
@@ -222,17 +222,9 @@ static void verify_task(void *shared)
 
 /* ---- Folders and daemons ---- */
 
-static int path_remove(const char *path, const struct stat *about, int kind, struct FTW *place)
-{
-    (void)about;
-    (void)kind;
-    (void)place;
-    return remove(path);
-}
-
 static void folder_clear(const char *path)
 {
-    (void)nftw(path, path_remove, 16, FTW_DEPTH | FTW_PHYS);
+    folder_remove(path);
 }
 
 static void setup_make(const char *data, struct daemon_setup *setup, char *rest, size_t rest_size)

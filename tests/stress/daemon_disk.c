@@ -11,6 +11,7 @@
 #include <ftw.h>
 
 #include "tests/daemon_look.h"
+#include "tests/folder.h"
 
 #define PROMPTS 20
 #define PROMPT_BLOCKS 5
@@ -323,14 +324,6 @@ static void stopped_for_seconds(struct daemon *daemon)
     agent_finish(&observer);
 }
 
-static int remove_one(const char *path, const struct stat *stat, int kind, struct FTW *walk)
-{
-    (void)stat;
-    (void)kind;
-    (void)walk;
-    return remove(path);
-}
-
 int main(int argc, char **argv)
 {
     uint64_t rounds = option_number(argc, argv, "--rounds", 5);
@@ -354,7 +347,7 @@ int main(int argc, char **argv)
     do_once(replay, client_finish);
     CHECK(shared->cached == (uint64_t)BLOCKS * BLOCK_TOKENS, "all of it is still there");
     daemon_stop(&daemon);
-    (void)nftw(where, remove_one, 16, FTW_DEPTH | FTW_PHYS);
+    folder_remove(where);
     (void)printf("ok\n");
     return 0;
 }

@@ -5,7 +5,6 @@
  *
  *     test_stress_engine_deletes [ROUNDS]
  */
-#include <ftw.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,6 +19,8 @@
 #include "daemon/forget.h"
 #include "daemon/quota.h"
 #include "daemon/tenant_admin.h"
+#include "tests/engine_bare.h"
+#include "tests/folder.h"
 
 #define CALLERS 3
 #define TENANTS 3
@@ -35,22 +36,6 @@ struct rig {
     _Atomic uint64_t served;
     _Atomic uint64_t refused;
 };
-
-static void must(enum kvk_status status, const struct kvk_error *error)
-{
-    if (status != KVK_OK) {
-        (void)fprintf(stderr, "%s: %s\n", kvk_status_name(status), error->text);
-        abort();
-    }
-}
-
-static int entry_remove(const char *path, const struct stat *state, int kind, struct FTW *walk)
-{
-    (void)state;
-    (void)kind;
-    (void)walk;
-    return remove(path);
-}
 
 static void pause_us(uint64_t us)
 {
@@ -71,23 +56,10 @@ static enum kvk_status space_open(struct rig *rig, const struct kvk_caller *call
 {
     static const char *const models[] = {"a", "b"};
     const char *model = models[kvk_random_below(random, 2)];
-    struct kvk_space_request request = {.block_tokens = 4,
-                                        .groups = {{.layers = 2,
-                                                    .kv_heads = 1,
-                                                    .head_size_k = 8,
-                                                    .head_size_v = 8,
-                                                    .block_tokens = 4,
-                                                    .format_k = KVK_FORMAT_FP32,
-                                                    .format_v = KVK_FORMAT_FP32,
-                                                    .layout = KVK_LAYOUT_HEADS_FIRST,
-                                                    .attention = KVK_ATTENTION_SELF,
-                                                    .tensor_shards = 1,
-                                                    .pipeline_shards = 1}},
-                                        .group_count = 1};
+    const struct kvk_geometry geometry = bare_geometry(2, 1, 8, 4);
+    const struct kvk_space_request request = bare_space_request(model, &geometry);
     struct kvk_space_reply reply;
     struct kvk_error error;
-    request.identity.parts[KVK_IDENTITY_MODEL - 1] =
-        (struct kvk_view){.data = (const uint8_t *)model, .size = strlen(model)};
     enum kvk_status status = kvk_space_open(rig->cache, caller, &request, &reply, &error);
     *space_id = status == KVK_OK ? reply.space_id : 0;
     return status;
@@ -152,14 +124,14 @@ static void tenant_begin(struct rig *rig, uint32_t slot, uint32_t number)
     const struct kvk_tenant_change properties = {
         .set_quota = true, .quota = {.sequences = 64 + number, .requests_per_second = 1000000}};
     (void)snprintf(name, sizeof(name), "tenant-%u", slot);
-    must(kvk_tenants_add(rig->tenants, name, &properties, &tenant, &created, &error), &error);
-    must(kvk_quota_sync(rig->cache, tenant, &error), &error);
+    bare_must(kvk_tenants_add(rig->tenants, name, &properties, &tenant, &created, &error), &error);
+    bare_must(kvk_quota_sync(rig->cache, tenant, &error), &error);
     const struct kvk_credential_request request = {
         .name = name, .tenants = {name}, .tenant_count = 1, .token = true, .certificate = ""};
-    must(kvk_credentials_add(rig->tenants, &request, token, &error), &error);
-    must(kvk_tenants_authenticate(rig->tenants, (const uint8_t *)token, strlen(token), false, 0,
-                                  &credential, &error),
-         &error);
+    bare_must(kvk_credentials_add(rig->tenants, &request, token, &error), &error);
+    bare_must(kvk_tenants_authenticate(rig->tenants, (const uint8_t *)token, strlen(token), false,
+                                       0, &credential, &error),
+              &error);
     rig->credentials[slot] = credential;
 }
 
@@ -174,7 +146,7 @@ static void tenant_end(struct rig *rig, uint32_t slot)
     char name[32];
     uint32_t dropped = 0;
     (void)snprintf(name, sizeof(name), "tenant-%u", slot);
-    must(kvk_tenants_retire(rig->tenants, name, &tenant, &dropped, &error), &error);
+    bare_must(kvk_tenants_retire(rig->tenants, name, &tenant, &dropped, &error), &error);
     /* The quota is this tenant's, whatever calls of the one before in its place did. */
     kvk_quota_get(rig->cache, tenant, &quota);
     KVK_ASSERT(quota.requests_per_second == 1000000);
@@ -185,20 +157,11 @@ static void tenant_end(struct rig *rig, uint32_t slot)
     for (int i = 0; i < 1000 && status == KVK_UNAVAILABLE; i++) {
         status = kvk_tenant_forget(rig->cache, &caller, tenant, &counts, &error);
     }
-    must(status, &error);
-    must(kvk_tenants_remove(rig->tenants, tenant, &error), &error);
+    bare_must(status, &error);
+    bare_must(kvk_tenants_remove(rig->tenants, tenant, &error), &error);
 }
 
 /* ---- The whole ---- */
-
-static struct kvk_device *device_open(void)
-{
-    const struct kvk_device_cpu_options options = {.attend_thread_count = 1};
-    struct kvk_device *device = NULL;
-    struct kvk_error error;
-    must(kvk_device_cpu_open(&options, &device, &error), &error);
-    return device;
-}
 
 static void rig_open(struct rig *rig)
 {
@@ -214,17 +177,17 @@ static void rig_open(struct rig *rig)
     rig->config.sequences = 1024;
     const struct kvk_catalogue_options options = {.folder = rig->folder,
                                                   .map_bytes = UINT64_C(64) << 20};
-    must(kvk_catalogue_open(&options, &rig->catalogue, &error), &error);
+    bare_must(kvk_catalogue_open(&options, &rig->catalogue, &error), &error);
     const struct kvk_tenants_options tenants_options = {.config = &rig->config,
                                                         .catalogue = rig->catalogue};
-    must(kvk_tenants_open(&tenants_options, &rig->tenants, &error), &error);
+    bare_must(kvk_tenants_open(&tenants_options, &rig->tenants, &error), &error);
     const struct kvk_cache_options cache_options = {.config = &rig->config,
                                                     .tenants = rig->tenants,
-                                                    .device = device_open(),
-                                                    .host_device = device_open(),
+                                                    .device = bare_device(),
+                                                    .host_device = bare_device(),
                                                     .catalogue = rig->catalogue,
                                                     .threads = true};
-    must(kvk_cache_create(&cache_options, &rig->cache, &error), &error);
+    bare_must(kvk_cache_create(&cache_options, &rig->cache, &error), &error);
 }
 
 static void rig_close(struct rig *rig)
@@ -238,7 +201,7 @@ static void rig_close(struct rig *rig)
     kvk_tenants_destroy(rig->tenants);
     kvk_catalogue_close(rig->catalogue);
     kvk_config_finish(&rig->config);
-    (void)nftw(rig->folder, entry_remove, 8, FTW_DEPTH | FTW_PHYS);
+    folder_remove(rig->folder);
 }
 
 int main(int argc, char **argv)

@@ -21,6 +21,7 @@
 #include "daemon/attention.h"
 #include "daemon/report.h"
 #include "daemon/side_socket.h"
+#include "tests/engine_bare.h"
 
 #define ENGINE_THREADS 4
 #define SECONDS 5
@@ -61,14 +62,6 @@ static void on_notice(void *context, enum kvk_notice_kind kind, uint64_t value)
     (void)value;
     KVK_ASSERT(kvk_locks_held() == 0);
     atomic_fetch_add(&stress->notices, 1);
-}
-
-static void must(enum kvk_status status, const struct kvk_error *error)
-{
-    if (status != KVK_OK) {
-        (void)fprintf(stderr, "%s: %s\n", kvk_status_name(status), error->text);
-        abort();
-    }
 }
 
 static bool begin(struct engine *engine, const struct kvk_welcome *instance, uint32_t rank,
@@ -330,29 +323,31 @@ static void report_all(struct stress *stress)
     uint32_t count = 0;
     bool more = false;
 
-    must(kvk_report_occupancy(stress->cache, &stress->caller, all, tiers, &groups, &count, &error),
-         &error);
+    bare_must(
+        kvk_report_occupancy(stress->cache, &stress->caller, all, tiers, &groups, &count, &error),
+        &error);
     for (int tier = 0; tier < KVK_TIER_COUNT; tier++) {
         KVK_ASSERT(tiers[tier].used_bytes + tiers[tier].free_bytes == tiers[tier].limit_bytes);
         KVK_ASSERT(tiers[tier].active_bytes <= tiers[tier].used_bytes);
     }
     free(groups);
-    must(kvk_report_spaces(stress->cache, &stress->caller, all, &spaces, &count, &error), &error);
+    bare_must(kvk_report_spaces(stress->cache, &stress->caller, all, &spaces, &count, &error),
+              &error);
     kvk_report_spaces_free(spaces, count);
-    must(kvk_report_sequences(stress->cache, &stress->caller, all, 0, 10, &sequences, &count, &more,
-                              &error),
-         &error);
+    bare_must(kvk_report_sequences(stress->cache, &stress->caller, all, 0, 10, &sequences, &count,
+                                   &more, &error),
+              &error);
     free(sequences);
-    must(kvk_report_leases(stress->cache, &stress->caller, all, 0, 10, &leases, &count, &more,
-                           &error),
-         &error);
+    bare_must(kvk_report_leases(stress->cache, &stress->caller, all, 0, 10, &leases, &count, &more,
+                                &error),
+              &error);
     free(leases);
-    must(kvk_report_sessions(stress->cache, &stress->caller, all, &sessions, &count, &error),
-         &error);
+    bare_must(kvk_report_sessions(stress->cache, &stress->caller, all, &sessions, &count, &error),
+              &error);
     free(sessions);
-    must(kvk_report_why(stress->cache, &stress->caller, all, 0, refusals, 64, &count, tiers, advice,
-                        sizeof(advice), &error),
-         &error);
+    bare_must(kvk_report_why(stress->cache, &stress->caller, all, 0, refusals, 64, &count, tiers,
+                             advice, sizeof(advice), &error),
+              &error);
     kvk_report_stats(stress->cache, count_stat, NULL);
 }
 
@@ -376,7 +371,7 @@ static struct kvk_device *device_open(void)
     const struct kvk_device_cpu_options options = {.attend_thread_count = 2, .window_bytes = 4096};
     struct kvk_device *device = NULL;
     struct kvk_error error;
-    must(kvk_device_cpu_open(&options, &device, &error), &error);
+    bare_must(kvk_device_cpu_open(&options, &device, &error), &error);
     return device;
 }
 
@@ -405,25 +400,26 @@ static void house_open(struct stress *stress)
     stress->config.sequences = 1024;
     stress->config.leases = 1024;
     stress->config.transfers = 1024;
-    must(kvk_tenants_create(&stress->config, &stress->tenants, &error), &error);
+    bare_must(kvk_tenants_create(&stress->config, &stress->tenants, &error), &error);
     const struct kvk_cache_options options = {.config = &stress->config,
                                               .tenants = stress->tenants,
                                               .device = device_open(),
                                               .host_device = device_open(),
                                               .threads = true};
-    must(kvk_cache_create(&options, &stress->cache, &error), &error);
+    bare_must(kvk_cache_create(&options, &stress->cache, &error), &error);
     stress->caller =
         (struct kvk_caller){.call = "Stress", .may_block = true, .deadline_ns = UINT64_MAX};
-    must(kvk_tenants_authenticate(stress->tenants, NULL, 0, true, (uint32_t)geteuid(),
-                                  &stress->caller.credential, &error),
-         &error);
+    bare_must(kvk_tenants_authenticate(stress->tenants, NULL, 0, true, (uint32_t)geteuid(),
+                                       &stress->caller.credential, &error),
+              &error);
     (void)snprintf(stress->side_path, sizeof(stress->side_path), "/tmp/kvkeep-stress-%d.side",
                    (int)getpid());
-    must(kvk_side_socket_create(stress->cache, stress->side_path, 0600, 64, &stress->side, &error),
-         &error);
+    bare_must(
+        kvk_side_socket_create(stress->cache, stress->side_path, 0600, 64, &stress->side, &error),
+        &error);
     request.identity.parts[KVK_IDENTITY_MODEL - 1] =
         (struct kvk_view){.data = (const uint8_t *)"model", .size = 5};
-    must(kvk_space_open(stress->cache, &stress->caller, &request, &reply, &error), &error);
+    bare_must(kvk_space_open(stress->cache, &stress->caller, &request, &reply, &error), &error);
     stress->space_id = reply.space_id;
 }
 

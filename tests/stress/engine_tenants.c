@@ -5,7 +5,6 @@
  *
  * A plain program, for ThreadSanitizer. With an argument: rounds of the changer.
  */
-#include <ftw.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,6 +15,8 @@
 #include "base/log.h"
 #include "base/random.h"
 #include "daemon/tenant_admin.h"
+#include "tests/engine_bare.h"
+#include "tests/folder.h"
 
 #define READERS 3
 #define SLOTS 8
@@ -34,22 +35,6 @@ struct rig {
     _Atomic uint64_t known;
     _Atomic uint64_t unknown;
 };
-
-static void must(enum kvk_status status, const struct kvk_error *error)
-{
-    if (status != KVK_OK) {
-        (void)fprintf(stderr, "%s: %s\n", kvk_status_name(status), error->text);
-        abort();
-    }
-}
-
-static int entry_remove(const char *path, const struct stat *state, int kind, struct FTW *walk)
-{
-    (void)state;
-    (void)kind;
-    (void)walk;
-    return remove(path);
-}
 
 /* NULL: nobody. */
 static const struct kvk_credential *who(struct rig *rig, const char *token)
@@ -155,13 +140,14 @@ static void slot_begin(struct rig *rig, uint32_t slot)
     (void)snprintf(tenant_name, sizeof(tenant_name), "tenant-%u", slot);
     (void)snprintf(name, sizeof(name), "slot-%u", slot);
     const struct kvk_tenant_change quota = quota_of(slot);
-    must(kvk_tenants_add(rig->tenants, tenant_name, &quota, &tenant, &created, &error), &error);
+    bare_must(kvk_tenants_add(rig->tenants, tenant_name, &quota, &tenant, &created, &error),
+              &error);
     const struct kvk_credential_request request = {.name = name,
                                                    .tenants = {tenant_name},
                                                    .tenant_count = 1,
                                                    .token = true,
                                                    .certificate = ""};
-    must(kvk_credentials_add(rig->tenants, &request, token, &error), &error);
+    bare_must(kvk_credentials_add(rig->tenants, &request, token, &error), &error);
     KVK_ASSERT(who(rig, token) != NULL);
     slot_set(rig, slot, token);
 }
@@ -175,11 +161,11 @@ static void slot_end(struct rig *rig, uint32_t slot)
     uint32_t count = 0;
     (void)snprintf(name, sizeof(name), "tenant-%u", slot);
     memcpy(token, rig->tokens[slot], sizeof(token)); /* ours to write, so ours to read */
-    must(kvk_tenants_retire(rig->tenants, name, &tenant, &count, &error), &error);
+    bare_must(kvk_tenants_retire(rig->tenants, name, &tenant, &count, &error), &error);
     KVK_ASSERT(count == 1);
     KVK_ASSERT(who(rig, token) == NULL);
     slot_set(rig, slot, "");
-    must(kvk_tenants_remove(rig->tenants, tenant, &error), &error);
+    bare_must(kvk_tenants_remove(rig->tenants, tenant, &error), &error);
 }
 
 static void slot_change(struct rig *rig, uint32_t slot, struct kvk_random *random)
@@ -194,7 +180,7 @@ static void slot_change(struct rig *rig, uint32_t slot, struct kvk_random *rando
     case 0:
         (void)snprintf(name, sizeof(name), "slot-%u", slot);
         memcpy(before, rig->tokens[slot], sizeof(before));
-        must(kvk_credentials_rotate(rig->tenants, name, 0, token, &error), &error);
+        bare_must(kvk_credentials_rotate(rig->tenants, name, 0, token, &error), &error);
         KVK_ASSERT(who(rig, before) == NULL);
         KVK_ASSERT(who(rig, token) != NULL);
         slot_set(rig, slot, token);
@@ -202,11 +188,11 @@ static void slot_change(struct rig *rig, uint32_t slot, struct kvk_random *rando
     case 1: {
         const struct kvk_tenant_change change = quota_of((uint32_t)kvk_random_next(random));
         (void)snprintf(name, sizeof(name), "tenant-%u", slot);
-        must(kvk_tenants_change(rig->tenants, name, &change, &error), &error);
+        bare_must(kvk_tenants_change(rig->tenants, name, &change, &error), &error);
         break;
     }
     default:
-        must(kvk_credentials_list(rig->tenants, &rows, &count, &error), &error);
+        bare_must(kvk_credentials_list(rig->tenants, &rows, &count, &error), &error);
         KVK_ASSERT(count >= 2);
         free(rows);
         break;
@@ -244,19 +230,19 @@ static void rig_open(struct rig *rig)
     (void)pthread_mutex_init(&rig->mutex, NULL);
     const struct kvk_catalogue_options options = {.folder = rig->folder,
                                                   .map_bytes = UINT64_C(64) << 20};
-    must(kvk_catalogue_open(&options, &rig->catalogue, &error), &error);
+    bare_must(kvk_catalogue_open(&options, &rig->catalogue, &error), &error);
     const struct kvk_tenants_options tenants_options = {.config = &rig->config,
                                                         .catalogue = rig->catalogue};
-    must(kvk_tenants_open(&tenants_options, &rig->tenants, &error), &error);
+    bare_must(kvk_tenants_open(&tenants_options, &rig->tenants, &error), &error);
     struct kvk_credential_request request = {.name = "fixed",
                                              .tenants = {"default"},
                                              .tenant_count = 1,
                                              .token = true,
                                              .certificate = ""};
-    must(kvk_credentials_add(rig->tenants, &request, rig->fixed, &error), &error);
+    bare_must(kvk_credentials_add(rig->tenants, &request, rig->fixed, &error), &error);
     request.name = "ended";
-    must(kvk_credentials_add(rig->tenants, &request, rig->ended, &error), &error);
-    must(kvk_credentials_delete(rig->tenants, "ended", &error), &error);
+    bare_must(kvk_credentials_add(rig->tenants, &request, rig->ended, &error), &error);
+    bare_must(kvk_credentials_delete(rig->tenants, "ended", &error), &error);
 }
 
 int main(int argc, char **argv)
@@ -284,6 +270,6 @@ int main(int argc, char **argv)
     kvk_catalogue_close(rig.catalogue);
     kvk_config_finish(&rig.config);
     (void)pthread_mutex_destroy(&rig.mutex);
-    (void)nftw(rig.folder, entry_remove, 8, FTW_DEPTH | FTW_PHYS);
+    folder_remove(rig.folder);
     return 0;
 }

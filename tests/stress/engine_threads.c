@@ -18,6 +18,7 @@
 #include "base/log.h"
 #include "base/random.h"
 #include "daemon/cache_internal.h"
+#include "tests/engine_bare.h"
 
 enum {
     THREADS = 6,
@@ -44,11 +45,6 @@ struct worker {
     uint64_t session;
     pthread_t thread;
 };
-
-static struct kvk_view view(const char *text)
-{
-    return (struct kvk_view){.data = (const uint8_t *)text, .size = strlen(text)};
-}
 
 /* ---- Prompts and their bytes ---- */
 
@@ -306,7 +302,6 @@ static struct kvk_device *device_open(void)
 
 static void rig_start(struct rig *rig)
 {
-    const struct kvk_credential *credential;
     struct kvk_error error;
     memset(rig, 0, sizeof(*rig));
     kvk_config_init(&rig->config);
@@ -327,27 +322,9 @@ static void rig_start(struct rig *rig)
                                               .threads = true};
     status = kvk_cache_create(&options, &rig->cache, &error);
     KVK_ASSERT(status == KVK_OK);
-    status = kvk_tenants_authenticate(rig->tenants, NULL, 0, true, (uint32_t)geteuid(), &credential,
-                                      &error);
-    KVK_ASSERT(status == KVK_OK);
-    rig->caller = (struct kvk_caller){
-        .credential = credential, .call = "Stress", .may_block = true, .deadline_ns = UINT64_MAX};
-    struct kvk_space_request request = {.block_tokens = BLOCK_TOKENS, .group_count = 1};
-    request.identity.parts[KVK_IDENTITY_MODEL - 1] = view("model");
-    request.groups[0] = (struct kvk_geometry){.layers = 32,
-                                              .kv_heads = 8,
-                                              .head_size_k = 64,
-                                              .head_size_v = 64,
-                                              .block_tokens = BLOCK_TOKENS,
-                                              .format_k = KVK_FORMAT_FP32,
-                                              .format_v = KVK_FORMAT_FP32,
-                                              .layout = KVK_LAYOUT_HEADS_FIRST,
-                                              .attention = KVK_ATTENTION_SELF,
-                                              .tensor_shards = 1,
-                                              .pipeline_shards = 1};
-    struct kvk_space_reply reply;
-    status = kvk_space_open(rig->cache, &rig->caller, &request, &reply, &error);
-    KVK_ASSERT(status == KVK_OK);
+    const struct kvk_geometry geometry = bare_geometry(32, 8, 64, BLOCK_TOKENS);
+    rig->caller = bare_user(rig->tenants);
+    struct kvk_space_reply reply = bare_space(rig->cache, &rig->caller, "model", &geometry);
     rig->space = reply.space_id;
     rig->block_bytes = reply.groups[0].block_bytes;
 }
@@ -386,15 +363,8 @@ int main(int count, char **arguments)
     kvk_log_set_level(KVK_LOG_ERROR);
     rig_start(&rig);
     for (uint32_t i = 0; i < THREADS; i++) {
-        struct kvk_welcome welcome;
-        struct kvk_error error;
-        const struct kvk_hello hello = {
-            .local = true, .pid = (int32_t)getpid(), .uid = (uint32_t)geteuid(), .pidfd = -1};
-        enum kvk_status status =
-            kvk_session_begin(rig.cache, &rig.caller, &hello, &welcome, &error);
-        KVK_ASSERT(status == KVK_OK);
         workers[i].rig = &rig;
-        workers[i].session = welcome.session_id;
+        workers[i].session = bare_session(rig.cache, &rig.caller);
         kvk_random_init(&workers[i].random, i + 1);
         int failed = pthread_create(&workers[i].thread, NULL, worker_main, &workers[i]);
         KVK_ASSERT(failed == 0);

@@ -3,7 +3,6 @@
  * writes and readers, beside the writer. At the end, and after opening again, it holds exactly what
  * each thread did last.
  */
-#include <ftw.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -15,6 +14,7 @@
 #include "base/log.h"
 #include "base/random.h"
 #include "hosttier/catalogue.h"
+#include "tests/folder.h"
 
 #define THREADS 4
 #define SLOTS 64 /* of each thread */
@@ -126,14 +126,6 @@ static void generation_check(void *context, const struct kvk_space_record *recor
     KVK_ASSERT(record->generation == atomic_load(&generation));
 }
 
-static int remove_one(const char *path, const struct stat *stat, int kind, struct FTW *walk)
-{
-    (void)stat;
-    (void)kind;
-    (void)walk;
-    return remove(path);
-}
-
 int main(void)
 {
     static struct worker workers[THREADS];
@@ -180,7 +172,7 @@ int main(void)
     }
     KVK_ASSERT(atomic_load(&told) > 0);
     kvk_catalogue_close(catalogue);
-    (void)nftw(folder, remove_one, 16, FTW_DEPTH | FTW_PHYS);
+    folder_remove(folder);
     (void)printf("well: %llu commits\n", (unsigned long long)atomic_load(&told));
     return 0;
 }

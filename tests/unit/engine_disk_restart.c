@@ -1,5 +1,6 @@
 /* What is on disk when the daemon ends, and what of it the next one finds. */
 #include "tests/engine_disk_stage.h"
+#include "tests/folder.h"
 
 #define HOST KVK_TIER_HOST
 #define DISK KVK_TIER_DISK
@@ -70,7 +71,7 @@ static void again_restart(struct again *again)
 static void again_finish(struct again *again)
 {
     stage_stop(&again->stage);
-    (void)nftw(again->folder, faulty_remove_one, 16, FTW_DEPTH | FTW_PHYS);
+    folder_remove(again->folder);
 }
 
 static uint64_t again_disk_blocks(struct again *again)

@@ -3,7 +3,6 @@
  * moment), damaged and foreign records, a catalogue that cannot be written.
  */
 #include <errno.h>
-#include <ftw.h>
 #include <math.h>
 #include <stdio.h>
 #include <sys/stat.h>
@@ -16,6 +15,7 @@
 #include "daemon/space_internal.h"
 #include "hosttier/catalogue.h"
 #include "tests/engine_store.h"
+#include "tests/folder.h"
 
 /* ---- A disk that can be switched off under the catalogue ---- */
 
@@ -63,18 +63,10 @@ static void place_restart(struct place *place)
     place_start(place);
 }
 
-static int remove_one(const char *path, const struct stat *stat, int kind, struct FTW *walk)
-{
-    (void)stat;
-    (void)kind;
-    (void)walk;
-    return remove(path);
-}
-
 static void place_finish(struct place *place)
 {
     house_stop(&place->house);
-    (void)nftw(place->folder, remove_one, 16, FTW_DEPTH | FTW_PHYS);
+    folder_remove(place->folder);
 }
 
 /* What a daemon that is killed now leaves: another house begins with it. */

@@ -9,6 +9,7 @@
 #include <fcntl.h>
 
 #include "tests/engine_public.h"
+#include "tests/folder.h"
 
 #define TOKENS 32 /* 8 blocks */
 
@@ -22,17 +23,9 @@ static void begin(void)
     house_tokens(tokens, TOKENS, 1000);
 }
 
-static int remove_one(const char *path, const struct stat *status, int kind, struct FTW *place)
-{
-    (void)status;
-    (void)kind;
-    (void)place;
-    return remove(path);
-}
-
 static void end(void)
 {
-    (void)nftw(folder, remove_one, 16, FTW_DEPTH | FTW_PHYS);
+    folder_remove(folder);
 }
 
 /* A daemon on the folder; what is kept of memory is nothing: no keeper. */

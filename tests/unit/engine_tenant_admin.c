@@ -2,13 +2,13 @@
 #include "daemon/tenant_admin.h"
 
 #include <criterion/criterion.h>
-#include <ftw.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "base/log.h"
 #include "base/random.h"
+#include "tests/folder.h"
 
 struct place {
     char folder[64];
@@ -18,14 +18,6 @@ struct place {
     struct kvk_tenants *tenants;
     struct kvk_error error;
 };
-
-static int entry_remove(const char *path, const struct stat *state, int kind, struct FTW *walk)
-{
-    (void)state;
-    (void)kind;
-    (void)walk;
-    return remove(path);
-}
 
 static void place_open(struct place *place)
 {
@@ -68,7 +60,7 @@ static void place_finish(struct place *place)
 {
     place_close(place);
     kvk_config_finish(&place->config);
-    (void)nftw(place->folder, entry_remove, 8, FTW_DEPTH | FTW_PHYS);
+    folder_remove(place->folder);
 }
 
 static const struct kvk_tenant_change nothing = {.set_quota = false};

@@ -7,6 +7,7 @@
 #include "base/bytes.h"
 #include "daemon/persist.h"
 #include "daemon/scrub.h"
+#include "tests/folder.h"
 
 #define HOST KVK_TIER_HOST
 #define DISK KVK_TIER_DISK
@@ -467,5 +468,5 @@ Test(tier_form, restarts_keep_the_format)
         cr_assert_eq(stage_stats(stage).disk_narrowed_blocks, 0, "not again");
         stage_stop(stage);
     }
-    (void)nftw(folder, faulty_remove_one, 16, FTW_DEPTH | FTW_PHYS);
+    folder_remove(folder);
 }
