@@ -157,7 +157,9 @@ KVK_CHECKED enum kvk_status kvk_fleet_join(struct kvk_fleet *fleet,
                                            const struct kvk_fleet_identity *identity, void *user,
                                            struct kvk_fleet_member **member,
                                            struct kvk_error *error);
-/* Waits for a call of `invalidated` for it that is under way: not with the engine's lock. */
+/* Waits for a call of `invalidated` for it that is under way: not with the engine's lock. What was
+ * raised here and is not in the store yet goes there all the same, as long as the fleet is open;
+ * for at most member_count_max that have left. */
 void kvk_fleet_leave(struct kvk_fleet_member *member);
 
 /* The number now; false: none is known that is young enough, so the store must not be used for this

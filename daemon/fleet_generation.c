@@ -58,6 +58,7 @@ struct kvk_fleet_member {
     bool raising;      /* between begin and end */
     bool pending;      /* raised here, and not told yet */
     bool busy;         /* the thread works with it */
+    bool left;         /* nobody's any more: it stays until it is told */
 };
 
 struct kvk_fleet {
@@ -70,7 +71,8 @@ struct kvk_fleet {
     pthread_cond_t work;    /* the thread has some */
     pthread_cond_t changed; /* a member has, or a batch is done */
     struct kvk_fleet_member *members;
-    uint32_t member_count;
+    uint32_t member_count; /* without those that have left */
+    uint32_t left_count;
     bool stopping;
     bool started;
     struct kvk_fleet_counters counters;
@@ -340,7 +342,7 @@ static void number_save(struct kvk_fleet *fleet, const struct kvk_fleet_member *
 static void number_learn(struct kvk_fleet *fleet, struct kvk_fleet_member *member, uint64_t number)
 {
     kvk_lock(&fleet->lock);
-    bool first = member->known == 0;
+    bool first = member->known == 0 || member->left; /* there is nothing here to forget */
     number_hide(member);
     kvk_unlock(&fleet->lock);
     if (!first) {
@@ -445,6 +447,16 @@ static uint32_t due_take(struct kvk_fleet *fleet, uint64_t now, uint64_t *next_n
     return count;
 }
 
+static void unlink_member(struct kvk_fleet *fleet, struct kvk_fleet_member *member)
+{
+    struct kvk_fleet_member **link = &fleet->members;
+    while (*link != member) {
+        KVK_ASSERT(*link != NULL);
+        link = &(*link)->next;
+    }
+    *link = member->next;
+}
+
 static void round_run(struct kvk_fleet *fleet, uint32_t count, uint64_t begun_ns)
 {
     journals_read(fleet, count);
@@ -456,6 +468,11 @@ static void round_run(struct kvk_fleet *fleet, uint32_t count, uint64_t begun_ns
         kvk_lock(&fleet->lock);
         member->busy = false;
         (void)pthread_cond_broadcast(&fleet->changed);
+        if (member->left && !member->pending) {
+            unlink_member(fleet, member);
+            fleet->left_count--;
+            free(member);
+        }
         kvk_unlock(&fleet->lock);
     }
 }
@@ -541,7 +558,7 @@ void kvk_fleet_close(struct kvk_fleet *fleet)
     if (fleet == NULL) {
         return;
     }
-    KVK_ASSERT(fleet->members == NULL && kvk_locks_held() == 0);
+    KVK_ASSERT(fleet->member_count == 0 && kvk_locks_held() == 0);
     kvk_lock(&fleet->lock);
     fleet->stopping = true;
     (void)pthread_cond_signal(&fleet->work);
@@ -549,11 +566,36 @@ void kvk_fleet_close(struct kvk_fleet *fleet)
     if (fleet->started) {
         (void)pthread_join(fleet->thread, NULL);
     }
+    if (fleet->left_count > 0) {
+        kvk_log(KVK_LOG_WARNING, "invalidations_untold", "spaces=%u", fleet->left_count);
+    }
+    while (fleet->members != NULL) {
+        struct kvk_fleet_member *member = fleet->members;
+        fleet->members = member->next;
+        free(member);
+    }
     kvk_remote_space_finish(&fleet->tail_space);
     kvk_remote_space_finish(&fleet->entry_space);
     kvk_secret_wipe(fleet->check_key, sizeof(fleet->check_key));
     kvk_lock_finish(&fleet->lock);
     free(fleet);
+}
+
+/* One that has left, and is not told yet: it knows what must not be found. */
+static struct kvk_fleet_member *left_find(struct kvk_fleet *fleet, const uint8_t *digest)
+{
+    struct kvk_fleet_member *member = fleet->members;
+    while (member != NULL) {
+        if (!member->left || memcmp(member->digest, digest, sizeof(member->digest)) != 0) {
+            member = member->next;
+        } else if (member->busy) {
+            (void)kvk_condition_wait(&fleet->changed, &fleet->lock, UINT64_MAX);
+            member = fleet->members; /* it may be gone */
+        } else {
+            return member;
+        }
+    }
+    return NULL;
 }
 
 enum kvk_status kvk_fleet_join(struct kvk_fleet *fleet, const struct kvk_fleet_identity *identity,
@@ -574,8 +616,16 @@ enum kvk_status kvk_fleet_join(struct kvk_fleet *fleet, const struct kvk_fleet_i
     made->known = known;
     memcpy(made->digest, identity->digest, sizeof(made->digest));
     kvk_lock(&fleet->lock);
+    struct kvk_fleet_member *left = left_find(fleet, identity->digest);
     uint32_t count = fleet->member_count;
     if (count < fleet->options.member_count_max) {
+        if (left != NULL) {
+            made->known = left->known;
+            made->pending = true;
+            unlink_member(fleet, left);
+            fleet->left_count--;
+            free(left);
+        }
         made->next = fleet->members;
         fleet->members = made;
         fleet->member_count++;
@@ -597,18 +647,25 @@ void kvk_fleet_leave(struct kvk_fleet_member *member)
     struct kvk_fleet *fleet = member->fleet;
     KVK_ASSERT(kvk_locks_held() == 0);
     kvk_lock(&fleet->lock);
-    struct kvk_fleet_member **link = &fleet->members;
-    while (*link != member) {
-        KVK_ASSERT(*link != NULL);
-        link = &(*link)->next;
-    }
-    *link = member->next; /* the thread does not take it again */
+    unlink_member(fleet, member); /* the thread does not take it again */
     fleet->member_count--;
     while (member->busy) {
         (void)kvk_condition_wait(&fleet->changed, &fleet->lock, UINT64_MAX);
     }
+    bool stays = member->pending && fleet->left_count < fleet->options.member_count_max;
+    if (stays) { /* what was answered as pending is told when the store is back */
+        member->left = true;
+        member->user = NULL;
+        member->read_ns = 0;
+        member->next = fleet->members;
+        fleet->members = member;
+        fleet->left_count++;
+        (void)pthread_cond_signal(&fleet->work);
+    }
     kvk_unlock(&fleet->lock);
-    free(member);
+    if (!stays) {
+        free(member);
+    }
 }
 
 bool kvk_fleet_generation(const struct kvk_fleet_member *member, uint64_t *generation)

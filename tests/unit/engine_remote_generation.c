@@ -151,6 +151,83 @@ Test(engine_remote_generation, an_invalidation_that_has_to_wait, .timeout = 200)
     remote_server_stop(&server);
 }
 
+/* Where there is room for one space alone, another one takes the place of what has no blocks. */
+static void space_replace(struct stage *node, const char *model)
+{
+    struct kvk_space_request request = {.block_tokens = node->geometry.block_tokens,
+                                        .group_count = 1};
+    struct kvk_space_reply reply;
+    enum kvk_status status = KVK_EXHAUSTED;
+    request.identity.parts[KVK_IDENTITY_MODEL - 1] = house_view(model);
+    request.groups[0] = node->geometry;
+    for (int i = 0; i < REMOTE_WAIT_MS / 5 && status == KVK_EXHAUSTED; i++) {
+        status = kvk_space_open(node->house.cache, &node->house.caller, &request, &reply,
+                                &node->house.error);
+        if (status == KVK_EXHAUSTED) { /* they are still on their way out */
+            house_sleep_ms(5);
+        }
+    }
+    STAGE_OK(node, status);
+    cr_assert(reply.created);
+    node->space = reply.space_id;
+}
+
+/* Two nodes; what b has from a is invalidated on a, which has room for one space alone, while the
+ * store is away. What b had learned before. */
+static uint64_t invalidate_away(struct stage *a, struct stage *b, const uint32_t *tokens,
+                                struct remote_server *server)
+{
+    remote_server_need(server);
+    node_init(a, server);
+    node_init(b, server);
+    a->house.config.spaces = 1;
+    node_start(a, 64);
+    node_start(b, 64);
+    node_share(a, tokens, 40, 1);
+    node_await(b, tokens, TOKENS, 40);
+    uint64_t learned = node_report(b).fleet.learned;
+    cr_assert_eq(kill(server->pid, SIGSTOP), 0);
+    NODE_UNTIL(a, report.spaces_out == 1);
+    invalidate(a, 1);
+    return learned;
+}
+
+/* And the space is given up before the store is back: it gets to know all the same, and so does
+ * whoever opens the space again in between. */
+static void an_invalidation_outlives_its_space(bool again)
+{
+    struct remote_server server;
+    struct stage a;
+    struct stage b;
+    uint32_t tokens[TOKENS];
+    const struct kvk_prompt prompt = {.tokens = tokens, .token_count = 40};
+    ten_blocks(tokens, 1);
+    uint64_t learned = invalidate_away(&a, &b, tokens, &server);
+    space_replace(&a, "n");
+    if (again) {
+        space_replace(&a, "m");
+    }
+    cr_assert_eq(kill(server.pid, SIGCONT), 0);
+    node_ready(&a);
+    cr_assert_eq(node_settle(&a, &prompt).cached_tokens, 0);
+    cr_assert_eq(node_report(&a).stats.fetched_blocks, 0);
+    NODE_UNTIL(&b, report.fleet.learned == learned + 1);
+    node_forgets(&b, &prompt);
+    stage_stop(&a);
+    stage_stop(&b);
+    remote_server_stop(&server);
+}
+
+Test(engine_remote_generation, an_invalidation_whose_space_is_given_up, .timeout = 200)
+{
+    an_invalidation_outlives_its_space(false);
+}
+
+Test(engine_remote_generation, an_invalidation_whose_space_comes_back, .timeout = 200)
+{
+    an_invalidation_outlives_its_space(true);
+}
+
 /* A salt's invalidation ends what the store has of the space, and what others have. */
 Test(engine_remote_generation, a_salt_s_invalidation, .timeout = 200)
 {
