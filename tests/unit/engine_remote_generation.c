@@ -192,6 +192,14 @@ static uint64_t invalidate_away(struct stage *a, struct stage *b, const uint32_t
     return learned;
 }
 
+/* Neither here nor in the store. */
+static void verify_gone(struct stage *node, const struct kvk_prompt *prompt)
+{
+    node_ready(node);
+    cr_assert_eq(node_settle(node, prompt).cached_tokens, 0);
+    cr_assert_eq(node_report(node).stats.fetched_blocks, 0);
+}
+
 /* And the space is given up before the store is back: it gets to know all the same, and so does
  * whoever opens the space again in between. */
 static void an_invalidation_outlives_its_space(bool again)
@@ -208,9 +216,7 @@ static void an_invalidation_outlives_its_space(bool again)
         space_replace(&a, "m");
     }
     cr_assert_eq(kill(server.pid, SIGCONT), 0);
-    node_ready(&a);
-    cr_assert_eq(node_settle(&a, &prompt).cached_tokens, 0);
-    cr_assert_eq(node_report(&a).stats.fetched_blocks, 0);
+    verify_gone(&a, &prompt);
     NODE_UNTIL(&b, report.fleet.learned == learned + 1);
     node_forgets(&b, &prompt);
     stage_stop(&a);
