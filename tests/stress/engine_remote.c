@@ -26,7 +26,7 @@ enum {
     BLOCKS = 128, /* of a host tier */
     BLOCK_BYTES = 4096,
     GENERATION_MS = 300,
-    OPEN_US = 500,
+    OPEN_US = 300,
 };
 
 static struct load load;
@@ -113,7 +113,7 @@ static void *opener_main(void *argument)
         if (load_went_well(kvk_space_open(worker->node->cache, &caller, &request, &reply, &error),
                            &error)) {
             atomic_fetch_add(&spaces_opened, reply.created ? 1 : 0);
-            if (kvk_random_chance(&worker->random, 0.02)) {
+            if (kvk_random_chance(&worker->random, 0.008)) {
                 space_fill(worker, reply.space_id);
             }
         }
