@@ -55,7 +55,7 @@ struct kvk_fleet_member {
     uint64_t known;    /* the highest number known here; 0: none */
     uint64_t read_ns;  /* when it is read next */
     uint64_t added_ns; /* when its journal was last added to from here */
-    bool raising;      /* between begin and end */
+    bool raising;      /* between begin and end, or about to leave: the thread leaves it alone */
     bool pending;      /* raised here, and not told yet */
     bool busy;         /* the thread works with it */
     bool left;         /* nobody's any more: it stays until it is told */
@@ -581,21 +581,16 @@ void kvk_fleet_close(struct kvk_fleet *fleet)
     free(fleet);
 }
 
-/* One that has left, and is not told yet: it knows what must not be found. */
-static struct kvk_fleet_member *left_find(struct kvk_fleet *fleet, const uint8_t *digest)
+/* What others of the same space, which have left or are about to, have not told yet must not be
+ * found by this one either: it tells it, too. */
+static void untold_take(struct kvk_fleet *fleet, struct kvk_fleet_member *made)
 {
-    struct kvk_fleet_member *member = fleet->members;
-    while (member != NULL) {
-        if (!member->left || memcmp(member->digest, digest, sizeof(member->digest)) != 0) {
-            member = member->next;
-        } else if (member->busy) {
-            (void)kvk_condition_wait(&fleet->changed, &fleet->lock, UINT64_MAX);
-            member = fleet->members; /* it may be gone */
-        } else {
-            return member;
+    for (struct kvk_fleet_member *other = fleet->members; other != NULL; other = other->next) {
+        if (other->pending && memcmp(other->digest, made->digest, sizeof(made->digest)) == 0) {
+            made->known = other->known > made->known ? other->known : made->known;
+            made->pending = true;
         }
     }
-    return NULL;
 }
 
 enum kvk_status kvk_fleet_join(struct kvk_fleet *fleet, const struct kvk_fleet_identity *identity,
@@ -616,16 +611,9 @@ enum kvk_status kvk_fleet_join(struct kvk_fleet *fleet, const struct kvk_fleet_i
     made->known = known;
     memcpy(made->digest, identity->digest, sizeof(made->digest));
     kvk_lock(&fleet->lock);
-    struct kvk_fleet_member *left = left_find(fleet, identity->digest);
     uint32_t count = fleet->member_count;
     if (count < fleet->options.member_count_max) {
-        if (left != NULL) {
-            made->known = left->known;
-            made->pending = true;
-            unlink_member(fleet, left);
-            fleet->left_count--;
-            free(left);
-        }
+        untold_take(fleet, made);
         made->next = fleet->members;
         fleet->members = made;
         fleet->member_count++;
@@ -647,20 +635,23 @@ void kvk_fleet_leave(struct kvk_fleet_member *member)
     struct kvk_fleet *fleet = member->fleet;
     KVK_ASSERT(kvk_locks_held() == 0);
     kvk_lock(&fleet->lock);
-    unlink_member(fleet, member); /* the thread does not take it again */
-    fleet->member_count--;
+    KVK_ASSERT(!member->raising);
+    member->raising = true; /* the thread does not take it again */
     while (member->busy) {
         (void)kvk_condition_wait(&fleet->changed, &fleet->lock, UINT64_MAX);
     }
+    member->raising = false;
+    fleet->member_count--;
+    /* What was answered as pending is told when the store is back. */
     bool stays = member->pending && fleet->left_count < fleet->options.member_count_max;
-    if (stays) { /* what was answered as pending is told when the store is back */
+    if (stays) {
         member->left = true;
         member->user = NULL;
         member->read_ns = 0;
-        member->next = fleet->members;
-        fleet->members = member;
         fleet->left_count++;
         (void)pthread_cond_signal(&fleet->work);
+    } else {
+        unlink_member(fleet, member);
     }
     kvk_unlock(&fleet->lock);
     if (!stays) {
