@@ -635,7 +635,6 @@ void kvk_fleet_leave(struct kvk_fleet_member *member)
     struct kvk_fleet *fleet = member->fleet;
     KVK_ASSERT(kvk_locks_held() == 0);
     kvk_lock(&fleet->lock);
-    KVK_ASSERT(!member->raising);
     member->raising = true; /* the thread does not take it again */
     while (member->busy) {
         (void)kvk_condition_wait(&fleet->changed, &fleet->lock, UINT64_MAX);
