@@ -146,7 +146,7 @@ INLINE void score_block(const struct kvk_attend *attend, const struct kvk_attend
     const uint8_t *q[BLOCK_ROWS_MAX];
 
     for (uint32_t i = 0; i < row_count; i++) {
-        q[i] = rows->queries + (row + i) * rows->query_stride_bytes;
+        q[i] = kvk_attend_row(rows, row + i);
     }
     for (uint32_t token = 0; token < LANES; token += step) {
         score_cell(attend->head_size_k, q, row_count, parts, k + token, fetch, fetch_lines,
@@ -175,7 +175,7 @@ INLINE void wide_rows_init(const struct kvk_attend_rows *rows, uint32_t row, str
         lanes square[LANES];
 #pragma GCC unroll 16
         for (uint32_t lane = 0; lane < LANES; lane++) {
-            const uint8_t *query = rows->queries + (row + lane) * rows->query_stride_bytes;
+            const uint8_t *query = kvk_attend_row(rows, row + lane);
             square[lane] = _mm512_load_ps(query + i * sizeof(uint32_t));
         }
         lanes_transpose(square);
@@ -246,10 +246,7 @@ INLINE void score_wide(const struct kvk_attend *attend, const struct kvk_attend_
 #pragma GCC unroll 2
         for (uint32_t first = 0; first < LANES; first += WIDE_TOKENS) {
             const uint8_t *k[WIDE_TOKENS];
-            for (uint32_t i = 0; i < WIDE_TOKENS; i++) {
-                uint32_t at = token + first + i;
-                k[i] = tokens->k[at < tokens->count ? at : tokens->count - 1] + tokens->k_offset;
-            }
+            kvk_attend_keys_find(tokens, token + first, tokens->count, WIDE_TOKENS, k);
             wide_cell(&wide, attend->head_size_k, parts, k, fetch, fetch_lines, sums + first);
         }
         lanes_transpose(sums);
@@ -280,11 +277,7 @@ INLINE void score_parts(const struct kvk_attend *attend, const struct kvk_attend
     for (uint32_t token = 0; token < tokens->count; token += LANES) {
         const uint8_t *k[LANES];
         uint32_t row = first_row;
-        /* What is not there is stood in for by the last token; those scores are not used. */
-        for (uint32_t i = 0; i < LANES; i++) {
-            uint32_t present = token + i < tokens->count ? token + i : tokens->count - 1;
-            k[i] = tokens->k[present] + tokens->k_offset;
-        }
+        kvk_attend_keys_find(tokens, token, tokens->count, LANES, k);
         for (; row + 4 <= rows->count; row += 4) {
             score_block(attend, rows, row, 4, parts, k, fetch, fetch_lines, scores + token);
         }

@@ -9,16 +9,6 @@
 #include "base/assert.h"
 #include "gpu/values.h"
 
-static size_t compact_packed_bytes(const struct kvk_attend *attend)
-{
-    return kvk_attend_plain.packed_bytes(attend);
-}
-
-static void compact_pack(const struct kvk_attend *attend, const uint8_t *query, uint8_t *packed)
-{
-    kvk_attend_plain.pack(attend, query, packed);
-}
-
 /* One row. `scales` are its head's; `slot` is which of the block's tokens it is. */
 static void row_widen(enum kvk_format format, bool is_value, const uint8_t *row,
                       const uint8_t *scales, uint32_t slot, uint32_t count, float *values)
@@ -56,8 +46,7 @@ static void compact_score(const struct kvk_attend *attend, const struct kvk_atte
                   tokens->pages[token] + tokens->k_scales, tokens->slots[token],
                   attend->head_size_k, k);
         for (uint32_t row = 0; row < rows->count; row++) {
-            const float *q =
-                (const float *)(const void *)(rows->queries + row * rows->query_stride_bytes);
+            const float *q = kvk_attend_row_floats(rows, row);
             float dots[4] = {0};
             for (uint32_t i = 0; i < attend->head_size_k; i++) {
                 dots[i % 4] += q[i] * k[i];
@@ -66,12 +55,6 @@ static void compact_score(const struct kvk_attend *attend, const struct kvk_atte
                 (dots[0] + dots[1]) + (dots[2] + dots[3]);
         }
     }
-}
-
-static void compact_soften(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
-                           uint32_t token_count, float *scores)
-{
-    kvk_attend_plain.soften(attend, rows, token_count, scores);
 }
 
 static void compact_weigh(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
@@ -95,24 +78,8 @@ static void compact_weigh(const struct kvk_attend *attend, const struct kvk_atte
     }
 }
 
-static void compact_finish(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
-                           uint32_t row, float *output, float *lse)
-{
-    kvk_attend_plain.finish(attend, rows, row, output, lse);
-}
+#define PLAIN kvk_attend_plain
+#define COMPACT kvk_attend_compact_plain
+#define NAME "plain"
 
-static bool compact_available(void)
-{
-    return true;
-}
-
-const struct kvk_attend_kernel kvk_attend_compact_plain = {
-    .name = "plain",
-    .available = compact_available,
-    .packed_bytes = compact_packed_bytes,
-    .pack = compact_pack,
-    .score = compact_score,
-    .soften = compact_soften,
-    .weigh = compact_weigh,
-    .finish = compact_finish,
-};
+#include "gpu/attend_compact_rest.inc"

@@ -154,11 +154,6 @@ static void vnni_pack(const struct kvk_attend *attend, const uint8_t *query, uin
     }
 }
 
-INLINE const uint8_t *row_packed(const struct kvk_attend_rows *rows, uint32_t row)
-{
-    return rows->queries + row * rows->query_stride_bytes;
-}
-
 INLINE float header_of(const uint8_t *packed)
 {
     float header;
@@ -300,10 +295,7 @@ INLINE void score_block(enum kvk_format format, const struct kvk_attend *attend,
         const uint8_t *k[LANES];
         float results[LANES];
         uint32_t count = end - token < step ? end - token : step;
-        /* What is not there is stood in for by the last token; those scores are not used. */
-        for (uint32_t i = 0; i < step; i++) {
-            k[i] = tokens->k[token + (i < count ? i : count - 1)] + tokens->k_offset;
-        }
+        kvk_attend_keys_find(tokens, token, end, step, k);
         if (format == KVK_FORMAT_INT8_CHANNEL) {
             channel_cell(attend->head_size_k, q, row_count, k, fetch, fetch_lines, results);
         } else {
@@ -320,17 +312,6 @@ INLINE void score_block(enum kvk_format format, const struct kvk_attend *attend,
             }
         }
     }
-}
-
-/* The end of the run of tokens from `first` on that are of one block. */
-INLINE uint32_t block_end(const struct kvk_attend_tokens *tokens, uint32_t first)
-{
-    uint32_t end = first + 1;
-
-    while (end < tokens->count && tokens->pages[end] == tokens->pages[first]) {
-        end++;
-    }
-    return end;
 }
 
 /* The largest of a block's channel scales. */
@@ -375,14 +356,14 @@ INLINE void rows_scale(const struct kvk_attend_rows *rows, uint32_t row, uint32_
         lanes high = _mm512_castsi512_ps(_mm512_unpackhi_epi16(zero, some)) * share;
 #pragma GCC unroll 4
         for (uint32_t r = 0; r < row_count; r++) {
-            const uint8_t *q = row_packed(rows, row + r) + HEADER_BYTES + i * sizeof(float);
+            const uint8_t *q = kvk_attend_row(rows, row + r) + HEADER_BYTES + i * sizeof(float);
             __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(q), low));
             __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(q + 64), high));
             _mm512_store_si512(whole->values + r * stride + i, _mm512_packs_epi32(a, b));
         }
     }
     for (uint32_t r = 0; r < row_count; r++) {
-        back[r] = header_of(row_packed(rows, row + r)) * largest;
+        back[r] = header_of(kvk_attend_row(rows, row + r)) * largest;
     }
 }
 
@@ -400,7 +381,7 @@ INLINE void score_rows(enum kvk_format format, const struct kvk_attend *attend,
     for (uint32_t i = 0; i < row_count; i++) {
         q[i] = whole.values + i * kvk_attend_pad(attend->head_size_k);
         if (format == KVK_FORMAT_INT8_32) {
-            const uint8_t *packed = row_packed(rows, row + i);
+            const uint8_t *packed = kvk_attend_row(rows, row + i);
             q[i] = (const int16_t *)(const void *)(packed + HEADER_BYTES);
             back[i] = header_of(packed);
         }
@@ -408,7 +389,7 @@ INLINE void score_rows(enum kvk_format format, const struct kvk_attend *attend,
     for (uint32_t first = 0; first < tokens->count;) {
         uint32_t end = tokens->count;
         if (format == KVK_FORMAT_INT8_CHANNEL) {
-            end = block_end(tokens, first);
+            end = kvk_attend_block_end(tokens, first);
             rows_scale(rows, row, row_count, tokens->pages[first] + tokens->k_scales,
                        largest[first], attend->head_size_k, &whole, back);
         }
@@ -429,7 +410,8 @@ INLINE void score_format(enum kvk_format format, const struct kvk_attend *attend
     uint32_t row = 0;
 
     if (format == KVK_FORMAT_INT8_CHANNEL) {
-        for (uint32_t first = 0; first < tokens->count; first = block_end(tokens, first)) {
+        for (uint32_t first = 0; first < tokens->count;
+             first = kvk_attend_block_end(tokens, first)) {
             largest[first] =
                 channels_largest(tokens->pages[first] + tokens->k_scales, attend->head_size_k);
         }

@@ -122,6 +122,43 @@ static inline size_t kvk_attend_pad(size_t values)
     return kvk_attend_steps(values, KVK_ATTEND_PAD_VALUES) * KVK_ATTEND_PAD_VALUES;
 }
 
+/* ---- Rows and tokens ---- */
+
+/* A row as pack() left it. */
+static inline const uint8_t *kvk_attend_row(const struct kvk_attend_rows *rows, uint32_t row)
+{
+    return rows->queries + row * rows->query_stride_bytes;
+}
+
+static inline const float *kvk_attend_row_floats(const struct kvk_attend_rows *rows, uint32_t row)
+{
+    return (const float *)(const void *)kvk_attend_row(rows, row);
+}
+
+/* The end of the run of tokens from `first` on that are of one block. */
+static inline uint32_t kvk_attend_block_end(const struct kvk_attend_tokens *tokens, uint32_t first)
+{
+    uint32_t end = first + 1;
+
+    while (end < tokens->count && tokens->pages[end] == tokens->pages[first]) {
+        end++;
+    }
+    return end;
+}
+
+/* Where K is of `count` tokens from `first` on. Those from `end` on are stood in for by the last
+ * one before it; what comes of them is not used. */
+static inline void kvk_attend_keys_find(const struct kvk_attend_tokens *tokens, uint32_t first,
+                                        uint32_t end, uint32_t count, const uint8_t **k)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t present = first + i < end ? first + i : end - 1;
+        k[i] = tokens->k[present] + tokens->k_offset;
+    }
+}
+
+/* ---- Fetching ahead ---- */
+
 /* Bytes of a cache line: what one fetch brings. */
 #define KVK_ATTEND_LINE_BYTES 64
 

@@ -41,8 +41,7 @@ static void plain_score(const struct kvk_attend *attend, const struct kvk_attend
     for (uint32_t token = 0; token < tokens->count; token++) {
         widen(attend->format_k, tokens->k[token] + tokens->k_offset, attend->head_size_k, k);
         for (uint32_t row = 0; row < rows->count; row++) {
-            const float *q =
-                (const float *)(const void *)(rows->queries + row * rows->query_stride_bytes);
+            const float *q = kvk_attend_row_floats(rows, row);
             /* Four sums, so that rounding errors of long heads grow more slowly. */
             float dots[4] = {0};
             for (uint32_t i = 0; i < attend->head_size_k; i++) {
