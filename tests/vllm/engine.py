@@ -11,6 +11,7 @@ vLLM prints goes to stderr.
 import json
 import os
 import sys
+import threading
 import time
 
 ANSWERS = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -123,6 +124,33 @@ class Engine:
                 "own_ns": [self.half.own_ns, self.rank.own_ns], "step_ns": sum(self.step_ns),
                 "own_cpu_ns": self.cpu_ns, "step_cpu_ns": self.step_cpu_ns,
                 "steps": len(self.step_ns)}
+
+    def settle(self, patience_s):
+        """counts(), when nothing of kvkeep's is under way any more. An engine in this process steps
+        only when it is asked for something: until then the last blocks of finished requests are
+        not saved, and what the rank has done is not reported. So it is asked for a little."""
+        end = time.monotonic() + patience_s
+        while not self._quiet():
+            if time.monotonic() > end:
+                side = self.half.scheduler
+                return {"counts": None, "tracked": len(side._tracked), "orders": len(side._orders)}
+            self.generate([[5, 6, 7]], max_tokens=1)
+        return self.counts()
+
+    def _quiet(self):
+        side = self.half.scheduler
+        with side._lock:
+            if side._tracked or side._orders or side._unsealed or side._touches:
+                return False
+        passed = threading.Event()
+        last = []
+
+        def look():  # behind every job that was left until now
+            last.append(side._jobs.empty())
+            passed.set()
+
+        side._jobs.put(look)
+        return passed.wait(1) and last[0]
 
     def reset(self, connector=False):
         return {"reset": self.llm.reset_prefix_cache(reset_connector=connector)}

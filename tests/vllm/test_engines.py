@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from conftest import Engine, differ, make_adapter, same, settings, tokens
+from conftest import PATIENCE_S, Engine, differ, make_adapter, same, settings, tokens
 
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
 
@@ -32,29 +32,25 @@ def whole(length, block=32):
 
 def settled(engine):
     """The connector's counts, when nothing is under way any more."""
-    before = None
-    for _ in range(200):
-        counts = engine.ask("counts")["counts"]
-        if counts == before:
-            return counts
-        before = counts
-        time.sleep(0.1)
-    raise AssertionError(before)
+    answer = engine.ask("settle", patience_s=PATIENCE_S)
+    assert answer["counts"] is not None, answer
+    return answer["counts"]
 
 
 def drop(engine, **how):
     """Reset vLLM's own cache. An engine in this test's process steps only when it is asked for
     something; until then a finished request whose last block is being saved holds its blocks."""
-    for _ in range(20):
+    def dropped():
         if engine.ask("reset", **how)["reset"]:
-            return
+            return True
         engine.generate([5, 6, 7], max_tokens=1)
-        time.sleep(0.1)
-    raise AssertionError("the cache cannot be reset")
+        return False
+
+    eventually(dropped)
 
 
-def eventually(check, seconds=60):
-    end = time.monotonic() + seconds
+def eventually(check):
+    end = time.monotonic() + PATIENCE_S
     while not check():
         assert time.monotonic() < end
         time.sleep(0.1)
