@@ -16,6 +16,7 @@
 #include "base/log.h"
 #include "base/random.h"
 #include "daemon/remote_internal.h"
+#include "tests/engine_bare.h"
 #include "tests/remote_server.h"
 
 enum {
@@ -249,13 +250,8 @@ static inline void *load_worker_main(void *argument)
 static inline void load_worker_start(struct load_worker *worker, struct load_node *node,
                                      uint64_t seed, void *(*run)(void *worker))
 {
-    struct kvk_welcome welcome;
-    struct kvk_error error;
-    const struct kvk_hello hello = {
-        .local = true, .pid = (int32_t)getpid(), .uid = (uint32_t)geteuid(), .pidfd = -1};
     worker->node = node;
-    KVK_ASSERT(kvk_session_begin(node->cache, &node->caller, &hello, &welcome, &error) == KVK_OK);
-    worker->session = welcome.session_id;
+    worker->session = bare_session(node->cache, &node->caller);
     kvk_random_init(&worker->random, seed);
     KVK_ASSERT(pthread_create(&worker->thread, NULL, run, worker) == 0);
 }
@@ -274,22 +270,8 @@ static inline struct kvk_remote_report load_report(const struct load_node *node)
 /* Opaque: computed again, a block of the next version is no mistake of somebody's. */
 static inline struct kvk_space_request load_space(const char *model, uint64_t block_bytes)
 {
-    struct kvk_space_request request = {.block_tokens = LOAD_BLOCK_TOKENS, .group_count = 1};
-    request.identity.parts[KVK_IDENTITY_MODEL - 1] =
-        (struct kvk_view){.data = (const uint8_t *)model, .size = strlen(model)};
-    request.groups[0] = (struct kvk_geometry){.layers = 1,
-                                              .kv_heads = 1,
-                                              .head_size_k = 1,
-                                              .head_size_v = 1,
-                                              .block_tokens = LOAD_BLOCK_TOKENS,
-                                              .format_k = KVK_FORMAT_FP32,
-                                              .format_v = KVK_FORMAT_FP32,
-                                              .layout = KVK_LAYOUT_OPAQUE,
-                                              .opaque_bytes = block_bytes,
-                                              .attention = KVK_ATTENTION_SELF,
-                                              .tensor_shards = 1,
-                                              .pipeline_shards = 1};
-    return request;
+    const struct kvk_geometry geometry = bare_opaque(block_bytes, LOAD_BLOCK_TOKENS);
+    return bare_space_request(model, &geometry);
 }
 
 /* node->config may be changed between this and load_node_start(). */
@@ -316,22 +298,17 @@ static inline void load_node_init(struct load_node *node, struct load *load, uin
 
 static inline void load_node_start(struct load_node *node, uint64_t block_bytes)
 {
-    const struct kvk_credential *credential;
     struct kvk_error error;
-    const struct kvk_device_cpu_options device_options = {.attend_thread_count = 1};
-    struct kvk_device *device;
-    KVK_ASSERT(kvk_tenants_create(&node->config, &node->tenants, &error) == KVK_OK);
-    KVK_ASSERT(kvk_device_cpu_open(&device_options, &device, &error) == KVK_OK);
-    const struct kvk_cache_options options = {
-        .config = &node->config, .tenants = node->tenants, .host_device = device, .threads = true};
-    KVK_ASSERT(kvk_cache_create(&options, &node->cache, &error) == KVK_OK);
-    KVK_ASSERT(kvk_tenants_authenticate(node->tenants, NULL, 0, true, (uint32_t)geteuid(),
-                                        &credential, &error) == KVK_OK);
-    node->caller = (struct kvk_caller){
-        .credential = credential, .call = "Load", .may_block = true, .deadline_ns = UINT64_MAX};
+    bare_must(kvk_tenants_create(&node->config, &node->tenants, &error), &error);
+    const struct kvk_cache_options options = {.config = &node->config,
+                                              .tenants = node->tenants,
+                                              .host_device = bare_device(),
+                                              .threads = true};
+    bare_must(kvk_cache_create(&options, &node->cache, &error), &error);
+    node->caller = bare_user(node->tenants);
     const struct kvk_space_request request = load_space("model", block_bytes);
     struct kvk_space_reply reply;
-    KVK_ASSERT(kvk_space_open(node->cache, &node->caller, &request, &reply, &error) == KVK_OK);
+    bare_must(kvk_space_open(node->cache, &node->caller, &request, &reply, &error), &error);
     node->space = reply.space_id;
     node->block_bytes = reply.groups[0].block_bytes;
     do { /* one after the other: the next learns its number */
