@@ -16,9 +16,7 @@ Test(engine_public, nothing_is_public_by_being_equal)
 {
     struct party party;
     uint32_t tokens[16];
-    house_tokens(tokens, 16, 100);
-    start(&party, 0, 64);
-    cache_prompt(&party, PUBLISHER, tokens, 16);
+    start_cached(&party, tokens, 16);
     cr_assert_eq(look(&party, PUBLISHER, tokens, 16, true), 16);
     cr_assert_eq(look(&party, READER, tokens, 16, true), 0);
     cache_prompt(&party, READER, tokens, 16); /* its own, of the same tokens */
@@ -37,9 +35,7 @@ Test(engine_public, the_bytes_are_those_that_were_published)
     struct party party;
     struct kvk_tables tables = {.part_count = 0};
     uint32_t tokens[16];
-    house_tokens(tokens, 16, 100);
-    start(&party, 0, 64);
-    cache_prompt(&party, PUBLISHER, tokens, 16);
+    start_cached(&party, tokens, 16);
     struct kvk_publish_reply published = publish(&party, PUBLISHER, tokens, 12);
     cr_assert(published.created);
     cr_assert_eq(published.tokens, 12);
@@ -132,9 +128,7 @@ Test(engine_public, another_identity_or_geometry_sees_nothing)
     struct party party;
     uint32_t tokens[8];
     struct kvk_geometry geometry = house_geometry();
-    house_tokens(tokens, 8, 100);
-    start(&party, 0, 64);
-    cache_prompt(&party, PUBLISHER, tokens, 8);
+    start_cached(&party, tokens, 8);
     publish(&party, PUBLISHER, tokens, 8);
     cr_assert_eq(look(&party, READER, tokens, 8, true), 8);
     party_be(&party, READER);
@@ -233,9 +227,7 @@ Test(engine_public, what_is_public_already_is_not_copied_again)
     struct party party;
     struct kvk_publish_reply again;
     uint32_t tokens[16];
-    house_tokens(tokens, 16, 100);
-    start(&party, 0, 64);
-    cache_prompt(&party, PUBLISHER, tokens, 16);
+    start_cached(&party, tokens, 16);
     struct kvk_publish_reply first = publish(&party, PUBLISHER, tokens, 12);
     uint64_t paid = host_bytes(&party, PUBLISHER);
     cr_assert_eq(try_publish(&party, PUBLISHER, tokens, 8, &again), KVK_OK);
@@ -254,9 +246,7 @@ Test(engine_public, the_publisher_pays_and_the_reader_does_not)
 {
     struct party party;
     uint32_t tokens[16];
-    house_tokens(tokens, 16, 100);
-    start(&party, 0, 64);
-    cache_prompt(&party, PUBLISHER, tokens, 16);
+    start_cached(&party, tokens, 16);
     cr_assert_eq(host_bytes(&party, PUBLISHER), 4 * BLOCK);
     publish(&party, PUBLISHER, tokens, 16);
     cr_assert_eq(host_bytes(&party, PUBLISHER), 8 * BLOCK);
@@ -348,9 +338,7 @@ Test(engine_public, who_only_reads_leaves_nothing_behind)
 {
     struct party party;
     uint32_t tokens[16];
-    house_tokens(tokens, 16, 100);
-    start(&party, 0, 64);
-    cache_prompt(&party, PUBLISHER, tokens, 16);
+    start_cached(&party, tokens, 16);
     publish(&party, PUBLISHER, tokens, 16);
     uint32_t before = kvk_index_block_count(party.house.cache->index);
     for (uint32_t i = 0; i < 100; i++) {
@@ -487,9 +475,7 @@ Test(engine_public, occupancy_shows_it_apart)
     struct party party;
     struct kvk_withdraw_reply gone;
     uint32_t tokens[16];
-    house_tokens(tokens, 16, 100);
-    start(&party, 0, 64);
-    cache_prompt(&party, PUBLISHER, tokens, 16);
+    start_cached(&party, tokens, 16);
     const struct kvk_credential operator_credential = {.name = "operator", .admin = true};
     const struct kvk_caller admin = house_caller(&operator_credential);
     cr_assert_eq(public_blocks(&party, &admin), 0);
@@ -514,9 +500,7 @@ Test(engine_public, withdrawn_at_once_and_freed_with_the_last_holder)
     struct party party;
     struct kvk_withdraw_reply gone;
     uint32_t tokens[16];
-    house_tokens(tokens, 16, 100);
-    start(&party, 0, 64);
-    cache_prompt(&party, PUBLISHER, tokens, 16);
+    start_cached(&party, tokens, 16);
     struct kvk_publish_reply published = publish(&party, PUBLISHER, tokens, 16);
     uint64_t id = open_with(&party, READER, tokens, 16, true, NULL).sequence_id;
     struct kvk_pin_reply lease;
@@ -553,10 +537,8 @@ Test(engine_public, an_invalidation_reaches_what_is_public)
     struct party party;
     struct kvk_invalidate_reply reply;
     uint32_t tokens[16];
-    house_tokens(tokens, 16, 100);
-    start(&party, 0, 64);
+    start_cached(&party, tokens, 16);
     struct house *house = &party.house;
-    cache_prompt(&party, PUBLISHER, tokens, 16);
     publish(&party, PUBLISHER, tokens, 16);
     /* A reader's own invalidation: for it, what was there before is gone. */
     party_be(&party, READER);
@@ -599,9 +581,7 @@ Test(engine_public, a_publisher_that_is_switched_off_is_not_seen)
 {
     struct party party;
     uint32_t tokens[8];
-    house_tokens(tokens, 8, 100);
-    start(&party, 0, 64);
-    cache_prompt(&party, PUBLISHER, tokens, 8);
+    start_cached(&party, tokens, 8);
     struct kvk_publish_reply published = publish(&party, PUBLISHER, tokens, 8);
     cr_assert_eq(kvk_space_set_mode(party.house.cache, published.space_id, KVK_TENANT_OFF,
                                     &party.house.error),
@@ -619,10 +599,8 @@ Test(engine_public, a_forgotten_publisher_waits_for_readers_and_leaves_zeros)
     struct party party;
     struct kvk_forget_counts counts;
     uint32_t tokens[16];
-    house_tokens(tokens, 16, 100);
-    start(&party, 0, 64);
+    start_cached(&party, tokens, 16);
     struct house *house = &party.house;
-    cache_prompt(&party, PUBLISHER, tokens, 16);
     struct kvk_publish_reply published = publish(&party, PUBLISHER, tokens, 16);
     uint64_t id = open_with(&party, READER, tokens, 16, true, NULL).sequence_id;
     const struct kvk_space *space = kvk_table_get(&house->cache->space_table, published.space_id);
@@ -654,9 +632,7 @@ Test(engine_public, its_memory_takes_no_writable_mapping)
     struct party party;
     uint32_t tokens[16];
     char path[64];
-    house_tokens(tokens, 16, 100);
-    start(&party, 0, 64);
-    cache_prompt(&party, PUBLISHER, tokens, 16);
+    start_cached(&party, tokens, 16);
     struct kvk_publish_reply published = publish(&party, PUBLISHER, tokens, 16);
     const struct kvk_space *space =
         kvk_table_get(&party.house.cache->space_table, published.space_id);
