@@ -222,6 +222,22 @@ def test_slots_are_mapped_ahead(start):
             place[:] = 7
 
 
+def test_ranks_that_do_not_join_are_said_once(start, tiny, caplog):
+    engine = tiny(start(TIERS.format(1024)), lookup_wait_ms=100)
+    model = engine.scheduler._model
+    engine.scheduler._model = dataclasses.replace(model, ranks=RANKS + 1)
+    with caplog.at_level("WARNING", "vllm.kvkeep"):
+        assert engine.run(Ask("a", words(1, 40))) == 0
+        assert engine.run(Ask("b", words(1, 40))) == 0
+    said = [record.getMessage() for record in caplog.records if "ranks" in record.getMessage()]
+    assert len(said) == 1 and f"of {RANKS + 1} ranks" in said[0] and "100 ms" in said[0]
+    counts = engine.scheduler.counted()
+    assert counts["late"] == 2 and counts["queries"] == 0
+    engine.scheduler._model = model
+    assert engine.run(Ask("c", words(1, 40))) == 0
+    assert engine.scheduler.counted()["queries"] == 1
+
+
 def test_two_engines_share_byte_for_byte(start, tiny):
     daemon = start(TIERS.format(1024))
     one, two = tiny(daemon), tiny(daemon)

@@ -56,8 +56,8 @@ class Tiny:
     LATE_SAVES = False
 
     def __init__(self, target, blocks=64, block_tokens=BLOCK, **settings):
-        self.settings = Settings(target=target, block_tokens=block_tokens, lookup_wait_ms=10_000,
-                                 start_wait_ms=10_000, **settings)
+        waits = {"lookup_wait_ms": 10_000, "start_wait_ms": 10_000}
+        self.settings = Settings(target=target, block_tokens=block_tokens, **(waits | settings))
         self.memories = [[np.zeros((blocks, HEADS, 2 * ENGINE_BLOCK * SIZE), np.uint16)
                           for _ in range(LAYERS)] for _ in range(RANKS)]
         self.layers = [[EngineLayer(memory, ENGINE_BLOCK, SIZE, *self.ORDERS) for memory in rank]

@@ -96,7 +96,7 @@ class Counts:
     saved_tokens: int = 0    # copied by all ranks, and sealed
     touched_tokens: int = 0
     refused: int = 0         # no room to save a request
-    late: int = 0            # answers that vLLM did not wait for
+    late: int = 0            # answers, or ranks, that vLLM did not wait for
     lost: int = 0            # connections
     resets: int = 0
     dropped_jobs: int = 0
@@ -150,6 +150,7 @@ class _Up:
         self.joined = 0
         self.remote = False   # the daemon shares prefixes with others
         self.ready_by: float | None = None  # until then requests wait for the ranks
+        self.late = False     # they were not there by then
 
     def lose(self) -> None:
         """Have the link's thread drop it, as if the daemon had ended the session."""
@@ -268,7 +269,15 @@ class SchedulerSide:
             now = time.monotonic()
             if up.ready_by is None:
                 up.ready_by = now + self.settings.lookup_wait_ms / 1e3
-            return None if now < up.ready_by else 0
+            if now < up.ready_by:
+                return None
+            if not up.late:
+                up.late = True
+                logger.warning("kvkeep: %d of %d ranks have joined within %d ms (lookup_wait_ms), "
+                               "vLLM goes on without until all have", up.joined, self._ranks(),
+                               self.settings.lookup_wait_ms)
+            self.counts.late += 1
+            return 0
         opening = sum(1 for tracked in self._tracked.values() if not tracked.engine_blocks)
         if opening >= self.settings.lookups:
             return None
