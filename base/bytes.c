@@ -1,5 +1,6 @@
 #include "base/bytes.h"
 
+#include <stdio.h>
 #include <string.h>
 
 /* The length of the character that begins with `first`, and how low its second byte may be and how
@@ -91,6 +92,20 @@ bool kvk_hex_read(const char *text, size_t text_size, void *target, size_t size)
         bytes[i] = (uint8_t)(high << 4 | low);
     }
     return true;
+}
+
+const char *kvk_bytes_text(uint64_t bytes, char text[KVK_BYTES_TEXT_SIZE])
+{
+    static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
+    double value = (double)bytes;
+    size_t unit = 0;
+    while (value >= 1024 && unit + 1 < sizeof(units) / sizeof(units[0])) {
+        value /= 1024;
+        unit++;
+    }
+    (void)snprintf(text, KVK_BYTES_TEXT_SIZE, unit == 0 || value >= 100 ? "%.0f %s" : "%.1f %s",
+                   value, units[unit]);
+    return text;
 }
 
 bool kvk_secret_equal(const void *a, const void *b, size_t size)

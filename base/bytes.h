@@ -86,6 +86,10 @@ void kvk_hex_write(const void *source, size_t size, char *text);
  * hold some bytes. Either case is read. */
 KVK_CHECKED bool kvk_hex_read(const char *text, size_t text_size, void *target, size_t size);
 
+/* "512 B", "12.5 GiB", "300 MiB": for people. */
+#define KVK_BYTES_TEXT_SIZE 32
+const char *kvk_bytes_text(uint64_t bytes, char text[KVK_BYTES_TEXT_SIZE]);
+
 /* ---- Secrets ---- */
 
 /* Equal? In a time that depends on the size alone. */

@@ -2,15 +2,12 @@
 #include "base/copy_path.h"
 
 #include <immintrin.h>
-#include <string.h>
 
 static bool works(void)
 {
     return __builtin_cpu_supports("avx512f");
 }
 
-/* The target is at the start of a line and the size a multiple of one. Fetches the source
- * ahead, which may be past its end: a prefetch of what is not there does nothing. */
 static void stream_lines(uint8_t *target, const uint8_t *source, size_t size)
 {
     for (size_t at = 0; at < size; at += KVK_COPY_LINE_BYTES) {
@@ -22,15 +19,7 @@ static void stream_lines(uint8_t *target, const uint8_t *source, size_t size)
 
 static void copy(uint8_t *target, const uint8_t *source, size_t size)
 {
-    if (size < KVK_COPY_STREAM_BYTES_MIN) {
-        memcpy(target, source, size);
-        return;
-    }
-    size_t head = kvk_copy_head_bytes(target, size);
-    memcpy(target, source, head);
-    size_t body = (size - head) / KVK_COPY_LINE_BYTES * KVK_COPY_LINE_BYTES;
-    stream_lines(target + head, source + head, body);
-    memcpy(target + head + body, source + head + body, size - head - body);
+    kvk_copy_whole(target, source, size, stream_lines);
     _mm_sfence(); /* streaming stores are ordered by nothing else */
 }
 
@@ -60,11 +49,6 @@ static void stripes_copy(XXH64_hash_t accumulators[8], const uint8_t *secret,
 
 static void add_copy(XXH3_state_t *state, uint8_t *target, const uint8_t *source, size_t size)
 {
-    if (size < KVK_COPY_STREAM_BYTES_MIN) {
-        kvk_copy_hash_add(state, source, size);
-        memcpy(target, source, size);
-        return;
-    }
     kvk_copy_add_copy(state, target, source, size, stripes_copy);
     _mm_sfence(); /* streaming stores are ordered by nothing else */
 }

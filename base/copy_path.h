@@ -42,6 +42,26 @@ static inline size_t kvk_copy_head_bytes(const uint8_t *target, size_t size)
     return head < size ? head : size;
 }
 
+/* Copy past the caches: the target is at the start of a line and the size a multiple of one.
+ * Fetches the source ahead, which may be past its end: a prefetch of what is not there does
+ * nothing. */
+typedef void (*kvk_copy_lines)(uint8_t *target, const uint8_t *source, size_t size);
+
+/* Copy: whole lines past the caches, where there are enough of them. The caller fences. */
+static inline void kvk_copy_whole(uint8_t *target, const uint8_t *source, size_t size,
+                                  kvk_copy_lines run)
+{
+    if (size < KVK_COPY_STREAM_BYTES_MIN) {
+        memcpy(target, source, size);
+        return;
+    }
+    size_t head = kvk_copy_head_bytes(target, size);
+    size_t body = (size - head) / KVK_COPY_LINE_BYTES * KVK_COPY_LINE_BYTES;
+    memcpy(target, source, head);
+    run(target + head, source + head, body);
+    memcpy(target + head + body, source + head + body, size - head - body);
+}
+
 /* XXH3's own functions report misuse only (a null pointer), which these callers exclude. */
 static inline void kvk_copy_hash_add(XXH3_state_t *state, const uint8_t *source, size_t size)
 {
@@ -98,13 +118,18 @@ static inline void kvk_copy_fused(XXH3_state_t *state, const uint8_t *stripes, u
 }
 
 /*
- * Add and copy a piece of at least KVK_COPY_STREAM_BYTES_MIN. Lines begin where the target's do,
- * stripes where the state's buffer ends: each has its own beginning, and the two advance together.
- * The caller fences the streaming stores.
+ * Add and copy a piece. In one of at least KVK_COPY_STREAM_BYTES_MIN, lines begin where the
+ * target's do, stripes where the state's buffer ends: each has its own beginning, and the two
+ * advance together. The caller fences the streaming stores.
  */
 static inline void kvk_copy_add_copy(XXH3_state_t *state, uint8_t *target, const uint8_t *source,
                                      size_t size, kvk_copy_stripes run)
 {
+    if (size < KVK_COPY_STREAM_BYTES_MIN) {
+        kvk_copy_hash_add(state, source, size);
+        memcpy(target, source, size);
+        return;
+    }
     size_t head = kvk_copy_head_bytes(target, size);
     size_t fill = 0;     /* bytes that complete the buffer */
     size_t buffered = 0; /* stripes in it */

@@ -6,9 +6,8 @@
 #include <string.h>
 
 #include "base/assert.h"
+#include "base/bytes.h"
 #include "daemon/doctor_internal.h"
-
-#define BYTES_TEXT_SIZE 32
 
 /* Shares from which on there is something to say. */
 #define FULL_PERCENT 90      /* of a tier used: it is full */
@@ -35,19 +34,6 @@ const char *kvk_severity_name(enum kvk_severity severity)
 }
 
 /* ---- Words ---- */
-
-static const char *bytes_text(uint64_t bytes, char text[BYTES_TEXT_SIZE])
-{
-    static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
-    double value = (double)bytes;
-    size_t unit = 0;
-    while (value >= 1024 && unit + 1 < sizeof(units) / sizeof(units[0])) {
-        value /= 1024;
-        unit++;
-    }
-    (void)snprintf(text, BYTES_TEXT_SIZE, unit == 0 ? "%.0f %s" : "%.1f %s", value, units[unit]);
-    return text;
-}
 
 static unsigned long long seconds(uint64_t ns)
 {
@@ -121,7 +107,7 @@ static void check_wrong_reuse(const struct kvk_facts *facts, struct kvk_doctor_r
 
 static void check_held(const struct kvk_facts *facts, struct kvk_doctor_report *report)
 {
-    char text[BYTES_TEXT_SIZE];
+    char text[KVK_BYTES_TEXT_SIZE];
     if (facts->sequences + facts->leases + facts->transfers + facts->passing > 0) {
         return;
     }
@@ -135,7 +121,7 @@ static void check_held(const struct kvk_facts *facts, struct kvk_doctor_report *
             find(report, "held_without_sequences", KVK_SEVERITY_FAULT,
                  "Blocks are held though no sequence, lease or transfer is there");
         evidence(finding, "%s of the %s tier cannot leave; %llu blocks are SEALED, %llu SHARED.",
-                 bytes_text(bytes, text), tier_name(i),
+                 kvk_bytes_text(bytes, text), tier_name(i),
                  (unsigned long long)facts->state_blocks[KVK_BLOCK_SEALED],
                  (unsigned long long)facts->state_blocks[KVK_BLOCK_SHARED]);
         action(finding, "This is a fault of kvkeep's: please report it, with the log. A restart "
@@ -182,7 +168,7 @@ static void check_copies(const struct kvk_facts *facts, struct kvk_doctor_report
 
 static void check_evictable(const struct kvk_facts *facts, struct kvk_doctor_report *report)
 {
-    char active[BYTES_TEXT_SIZE];
+    char active[KVK_BYTES_TEXT_SIZE];
     for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         const struct kvk_tier_report *tier = &facts->tiers[i];
         if (tier->limit_bytes == 0 ||
@@ -198,7 +184,7 @@ static void check_evictable(const struct kvk_facts *facts, struct kvk_doctor_rep
                  "leases %u %%, %u %% are kept for growth.",
                  tier_name(i), percent(tier->used_bytes, tier->limit_bytes),
                  percent(tier->evictable_bytes, tier->limit_bytes),
-                 (unsigned long long)facts->sequences, bytes_text(tier->active_bytes, active),
+                 (unsigned long long)facts->sequences, kvk_bytes_text(tier->active_bytes, active),
                  percent(tier->leased_bytes, tier->limit_bytes),
                  percent(tier->growth_bytes, tier->limit_bytes));
         action(finding,
@@ -256,7 +242,7 @@ static void check_leases(const struct kvk_facts *facts, struct kvk_doctor_report
 
 static void check_growth(const struct kvk_facts *facts, struct kvk_doctor_report *report)
 {
-    char text[BYTES_TEXT_SIZE];
+    char text[KVK_BYTES_TEXT_SIZE];
     uint64_t limit = facts->tiers[KVK_TIER_DEVICE].limit_bytes > 0
                          ? facts->tiers[KVK_TIER_DEVICE].limit_bytes
                          : facts->tiers[KVK_TIER_HOST].limit_bytes;
@@ -269,7 +255,7 @@ static void check_growth(const struct kvk_facts *facts, struct kvk_doctor_report
     evidence(finding,
              "%u sequences keep %s (%u %%) and have not grown for over %llu s; the oldest is %llu "
              "(tenant %.64s, instance \"%.64s\"), for %llu s.",
-             facts->unused_growths, bytes_text(facts->unused_growth_bytes, text),
+             facts->unused_growths, kvk_bytes_text(facts->unused_growth_bytes, text),
              percent(facts->unused_growth_bytes, limit), seconds(KVK_DOCTOR_GROWTH_OLD_NS),
              (unsigned long long)oldest->id, oldest->tenant, oldest->instance,
              seconds(oldest->age_ns));
@@ -278,8 +264,8 @@ static void check_growth(const struct kvk_facts *facts, struct kvk_doctor_report
 
 static void check_scattered(const struct kvk_facts *facts, struct kvk_doctor_report *report)
 {
-    char text[BYTES_TEXT_SIZE];
-    char largest[BYTES_TEXT_SIZE];
+    char text[KVK_BYTES_TEXT_SIZE];
+    char largest[KVK_BYTES_TEXT_SIZE];
     for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         const struct kvk_tier_report *tier = &facts->tiers[i];
         /* One geometry alone scatters nothing: its free slots are for whoever comes. */
@@ -294,11 +280,11 @@ static void check_scattered(const struct kvk_facts *facts, struct kvk_doctor_rep
         evidence(finding,
                  "%s (%u %%) of the %s tier, in %u groups; most in the %s tier's space %llu: %s "
                  "free in %u slabs.",
-                 bytes_text(tier->scattered_bytes, text),
+                 kvk_bytes_text(tier->scattered_bytes, text),
                  percent(tier->scattered_bytes, tier->limit_bytes), tier_name(i),
                  facts->scattered_groups, tier_name(facts->scattered_tier),
                  (unsigned long long)facts->scattered_space,
-                 bytes_text(facts->scattered_bytes, largest), facts->scattered_slabs);
+                 kvk_bytes_text(facts->scattered_bytes, largest), facts->scattered_slabs);
         action(finding, "Slabs are handed over, and compacted, as others need them; each time that "
                         "costs copies. Spaces that are not used any more can be invalidated.");
     }
@@ -322,7 +308,7 @@ static void check_quarantine(const struct kvk_facts *facts, struct kvk_doctor_re
 
 static void check_strays(const struct kvk_facts *facts, struct kvk_doctor_report *report)
 {
-    char text[BYTES_TEXT_SIZE];
+    char text[KVK_BYTES_TEXT_SIZE];
     for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         if (facts->tiers[i].stray_bytes == 0) {
             continue;
@@ -330,7 +316,7 @@ static void check_strays(const struct kvk_facts *facts, struct kvk_doctor_report
         struct kvk_finding *finding = find(report, "strays", KVK_SEVERITY_WARNING,
                                            "A worker wrote outside the slots it was given");
         evidence(finding, "%s of the %s tier's files are backed where no slab is.",
-                 bytes_text(facts->tiers[i].stray_bytes, text), tier_name(i));
+                 kvk_bytes_text(facts->tiers[i].stray_bytes, text), tier_name(i));
         action(finding, "The log (stray_memory) names the space. It harms its own tenant alone and "
                         "is punched out again, but the worker is wrong.");
     }
@@ -419,8 +405,8 @@ static void check_journal(const struct kvk_facts *facts, struct kvk_doctor_repor
 
 static void check_metadata(const struct kvk_facts *facts, struct kvk_doctor_report *report)
 {
-    char own[BYTES_TEXT_SIZE];
-    char held[BYTES_TEXT_SIZE];
+    char own[KVK_BYTES_TEXT_SIZE];
+    char held[KVK_BYTES_TEXT_SIZE];
     uint64_t tiers = 0;
     for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
         tiers += facts->tiers[i].used_bytes;
@@ -434,8 +420,8 @@ static void check_metadata(const struct kvk_facts *facts, struct kvk_doctor_repo
         find(report, "metadata_large", KVK_SEVERITY_NOTE,
              "The daemon's own tables are large against what they describe");
     evidence(finding, "%s for %llu blocks (%s of K and V); %llu of them are hollow.",
-             bytes_text(growing, own), (unsigned long long)facts->index.blocks,
-             bytes_text(tiers, held), (unsigned long long)facts->index.hollow_blocks);
+             kvk_bytes_text(growing, own), (unsigned long long)facts->index.blocks,
+             kvk_bytes_text(tiers, held), (unsigned long long)facts->index.hollow_blocks);
     action(finding, "Larger block_tokens make fewer blocks; [limits] blocks bounds them.");
 }
 

@@ -11,25 +11,11 @@
 #include <string.h>
 
 #include "base/assert.h"
+#include "base/bytes.h"
 
-#define BYTES_TEXT_SIZE 32
 #define AGE_TEXT_SIZE 32
 
 /* ---- Words ---- */
-
-static const char *bytes_text(uint64_t bytes, char text[BYTES_TEXT_SIZE])
-{
-    static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
-    double value = (double)bytes;
-    size_t unit = 0;
-
-    while (value >= 1024 && unit + 1 < sizeof(units) / sizeof(units[0])) {
-        value /= 1024;
-        unit++;
-    }
-    (void)snprintf(text, BYTES_TEXT_SIZE, unit == 0 ? "%.0f %s" : "%.1f %s", value, units[unit]);
-    return text;
-}
 
 static const char *age_text(uint64_t age_ns, char text[AGE_TEXT_SIZE])
 {
@@ -253,7 +239,7 @@ static void say_leases(struct advice *advice, const struct situation *situation)
 static void say_largest(struct advice *advice, const struct situation *situation)
 {
     const struct kvk_tier_report *tier = &situation->tiers[situation->tier];
-    char bytes[BYTES_TEXT_SIZE];
+    char bytes[KVK_BYTES_TEXT_SIZE];
     const uint64_t parts[] = {tier->active_bytes, tier->leased_bytes, tier->growth_bytes,
                               tier->quarantine_bytes, tier->copying_bytes};
     size_t largest = 0;
@@ -272,18 +258,18 @@ static void say_largest(struct advice *advice, const struct situation *situation
         say(advice,
             "%s of the %s tier are kept for the growth that running sequences asked for. Ask for "
             "less growth_tokens, or close some.",
-            bytes_text(tier->growth_bytes, bytes), tier_name(situation->tier));
+            kvk_bytes_text(tier->growth_bytes, bytes), tier_name(situation->tier));
         break;
     case 3:
         say(advice,
             "%s of the %s tier wait for %u processes whose sessions ended but which may still "
             "write there, such as pid %d: end them.",
-            bytes_text(tier->quarantine_bytes, bytes), tier_name(situation->tier),
+            kvk_bytes_text(tier->quarantine_bytes, bytes), tier_name(situation->tier),
             situation->waiting_processes, situation->waiting_pid);
         break;
     default:
         say(advice, "%s of the %s tier are being copied and come back by themselves: try again.",
-            bytes_text(tier->copying_bytes, bytes), tier_name(situation->tier));
+            kvk_bytes_text(tier->copying_bytes, bytes), tier_name(situation->tier));
         break;
     }
 }
@@ -292,14 +278,14 @@ static void say_largest(struct advice *advice, const struct situation *situation
 static void say_own(struct advice *advice, const struct situation *situation)
 {
     const struct kvk_tier_report *tier = &situation->tiers[situation->tier];
-    char used[BYTES_TEXT_SIZE];
-    char room[BYTES_TEXT_SIZE];
+    char used[KVK_BYTES_TEXT_SIZE];
+    char room[KVK_BYTES_TEXT_SIZE];
     char age[AGE_TEXT_SIZE];
 
     say(advice, "You use %s of the %s tier (%u %%), and up to %s could be had at once.",
-        bytes_text(tier->used_bytes, used), tier_name(situation->tier),
+        kvk_bytes_text(tier->used_bytes, used), tier_name(situation->tier),
         percent(tier->used_bytes, tier->limit_bytes),
-        bytes_text(tier->largest_admissible_bytes, room));
+        kvk_bytes_text(tier->largest_admissible_bytes, room));
     if (situation->sequences.count > 0) {
         say(advice, " You have %u sequences there, the oldest (%llu) open for %s.",
             situation->sequences.count, (unsigned long long)situation->sequences.oldest_id,
@@ -310,8 +296,8 @@ static void say_own(struct advice *advice, const struct situation *situation)
 static void advise(const struct situation *situation, const struct kvk_scope *scope,
                    struct advice *advice)
 {
-    char room[BYTES_TEXT_SIZE];
-    char scattered[BYTES_TEXT_SIZE];
+    char room[KVK_BYTES_TEXT_SIZE];
+    char scattered[KVK_BYTES_TEXT_SIZE];
 
     if (situation->tier < 0) {
         return;
@@ -324,13 +310,13 @@ static void advise(const struct situation *situation, const struct kvk_scope *sc
     /* A tenth that could be had is enough for most requests. */
     if (tier->largest_admissible_bytes > tier->limit_bytes / 10) {
         say(advice, "Nothing stands in the way: up to %s of the %s tier could be had at once.",
-            bytes_text(tier->largest_admissible_bytes, room), tier_name(situation->tier));
+            kvk_bytes_text(tier->largest_admissible_bytes, room), tier_name(situation->tier));
     } else {
         say_largest(advice, situation);
     }
     if (tier->scattered_bytes > tier->limit_bytes / 4) {
         say(advice, " %s are free in slabs of other geometry, which are handed over as they empty.",
-            bytes_text(tier->scattered_bytes, scattered));
+            kvk_bytes_text(tier->scattered_bytes, scattered));
     }
 }
 

@@ -404,23 +404,6 @@ static enum kvk_status swap_out_drops(struct kvk_cache *cache, struct kvk_sequen
     return status;
 }
 
-enum kvk_status kvk_sequence_swap_out(struct kvk_cache *cache, const struct kvk_caller *caller,
-                                      uint64_t session_id, uint64_t sequence_id,
-                                      struct kvk_swap_reply *reply, struct kvk_tables *tables,
-                                      struct kvk_error *error)
-{
-    struct kvk_session *session;
-    struct kvk_sequence *sequence;
-    *reply = (struct kvk_swap_reply){0};
-    enum kvk_status status = kvk_sequence_lock(cache, caller, session_id, sequence_id,
-                                               KVK_WHOLE_TABLE, tables, &session, &sequence, error);
-    if (status == KVK_OK) {
-        status = swap_out_drops(cache, sequence, caller, reply, tables, error);
-    }
-    kvk_unlock(&cache->lock);
-    return status;
-}
-
 /* An unsealed block has a single copy: while somebody else reads it under a ticket, it stays. */
 static enum kvk_status check_swap_in(const struct kvk_cache *cache,
                                      const struct kvk_sequence *sequence, const struct swap *swap,
@@ -477,10 +460,15 @@ static enum kvk_status swap_in_drops(struct kvk_cache *cache, struct kvk_sequenc
     return status;
 }
 
-enum kvk_status kvk_sequence_swap_in(struct kvk_cache *cache, const struct kvk_caller *caller,
-                                     uint64_t session_id, uint64_t sequence_id,
-                                     struct kvk_swap_reply *reply, struct kvk_tables *tables,
-                                     struct kvk_error *error)
+/* One direction of it, with the lock. */
+typedef enum kvk_status (*swap_way)(struct kvk_cache *cache, struct kvk_sequence *sequence,
+                                    const struct kvk_caller *caller, struct kvk_swap_reply *reply,
+                                    struct kvk_tables *tables, struct kvk_error *error);
+
+static enum kvk_status swap_call(struct kvk_cache *cache, const struct kvk_caller *caller,
+                                 uint64_t session_id, uint64_t sequence_id, swap_way way_drops,
+                                 struct kvk_swap_reply *reply, struct kvk_tables *tables,
+                                 struct kvk_error *error)
 {
     struct kvk_session *session;
     struct kvk_sequence *sequence;
@@ -488,8 +476,24 @@ enum kvk_status kvk_sequence_swap_in(struct kvk_cache *cache, const struct kvk_c
     enum kvk_status status = kvk_sequence_lock(cache, caller, session_id, sequence_id,
                                                KVK_WHOLE_TABLE, tables, &session, &sequence, error);
     if (status == KVK_OK) {
-        status = swap_in_drops(cache, sequence, caller, reply, tables, error);
+        status = way_drops(cache, sequence, caller, reply, tables, error);
     }
     kvk_unlock(&cache->lock);
     return status;
+}
+
+enum kvk_status kvk_sequence_swap_out(struct kvk_cache *cache, const struct kvk_caller *caller,
+                                      uint64_t session_id, uint64_t sequence_id,
+                                      struct kvk_swap_reply *reply, struct kvk_tables *tables,
+                                      struct kvk_error *error)
+{
+    return swap_call(cache, caller, session_id, sequence_id, swap_out_drops, reply, tables, error);
+}
+
+enum kvk_status kvk_sequence_swap_in(struct kvk_cache *cache, const struct kvk_caller *caller,
+                                     uint64_t session_id, uint64_t sequence_id,
+                                     struct kvk_swap_reply *reply, struct kvk_tables *tables,
+                                     struct kvk_error *error)
+{
+    return swap_call(cache, caller, session_id, sequence_id, swap_in_drops, reply, tables, error);
 }

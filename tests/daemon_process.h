@@ -216,14 +216,21 @@ static inline _Noreturn void daemon_exec(const char *config)
     _exit(127);
 }
 
-static inline void daemon_start(struct daemon *daemon, const struct daemon_setup *setup)
+/* A folder of its own, and what lies in it. */
+static inline void daemon_place(struct daemon *daemon, char *config, size_t config_size)
 {
-    char config[96];
     (void)snprintf(daemon->folder, sizeof(daemon->folder), "/tmp/kvkeep-test.XXXXXX");
     CHECK(mkdtemp(daemon->folder) != NULL, "no folder: %s", strerror(errno));
-    (void)snprintf(config, sizeof(config), "%s/kvkeepd.conf", daemon->folder);
+    (void)snprintf(config, config_size, "%s/kvkeepd.conf", daemon->folder);
     (void)snprintf(daemon->target, sizeof(daemon->target), "unix:%s/kvkeep.sock", daemon->folder);
     (void)snprintf(daemon_log_path, sizeof(daemon_log_path), "%s/log", daemon->folder);
+}
+
+/* Its process; whether it comes up is another question. */
+static inline void daemon_begin(struct daemon *daemon, const struct daemon_setup *setup)
+{
+    char config[96];
+    daemon_place(daemon, config, sizeof(config));
     daemon_configure(daemon, setup, config);
     (void)fflush(stdout);
     daemon->pid = fork();
@@ -231,6 +238,11 @@ static inline void daemon_start(struct daemon *daemon, const struct daemon_setup
     if (daemon->pid == 0) {
         daemon_exec(config);
     }
+}
+
+static inline void daemon_start(struct daemon *daemon, const struct daemon_setup *setup)
+{
+    daemon_begin(daemon, setup);
     for (int i = 0; !daemon_answers(daemon); i++) {
         CHECK(waitpid(daemon->pid, NULL, WNOHANG) == 0, "kvkeepd did not start");
         CHECK(i < 1000, "kvkeepd does not answer after 20 s");

@@ -31,11 +31,7 @@ static inline void durable_configure(struct durable_daemon *durable,
 {
     struct daemon *daemon = &durable->daemon;
     char rest[2048];
-    (void)snprintf(daemon->folder, sizeof(daemon->folder), "/tmp/kvkeep-test.XXXXXX");
-    CHECK(mkdtemp(daemon->folder) != NULL, "no folder: %s", strerror(errno));
-    (void)snprintf(durable->config, sizeof(durable->config), "%s/kvkeepd.conf", daemon->folder);
-    (void)snprintf(daemon->target, sizeof(daemon->target), "unix:%s/kvkeep.sock", daemon->folder);
-    (void)snprintf(daemon_log_path, sizeof(daemon_log_path), "%s/log", daemon->folder);
+    daemon_place(daemon, durable->config, sizeof(durable->config));
     (void)snprintf(rest, sizeof(rest),
                    "[durable]\nfolder = %s/data\ndisk_bytes = %llu B\ndisk_admit_uses = 1\n"
                    "keeper = %s\nkeeper_hold_ms = 30 s\n%s\n%s",

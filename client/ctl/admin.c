@@ -333,13 +333,7 @@ int ctl_tenants(const struct ctl_options *options, int argc, char **argv)
                       "held_blocks", (json_int_t)sums[t].held, "evictable_blocks",
                       (json_int_t)sums[t].evictable, "metadata", metadata_json(sums[t].metadata)));
     }
-    if (options->json) {
-        json_incref(list);
-        ctl_json_print(list);
-    } else {
-        ctl_table_print(&table);
-    }
-    json_decref(list);
+    ctl_list_print(options, &table, list, false);
     free(sums);
     kvkeep__v1__get_occupancy_response__free_unpacked(occupancy, NULL);
     return CTL_OK;
@@ -435,13 +429,7 @@ int ctl_spaces(const struct ctl_options *options, int argc, char **argv)
                       ctl_mode_name(space->mode));
         json_array_append_new(list, space_json(space));
     }
-    if (options->json) {
-        json_incref(list);
-        ctl_json_print(list);
-    } else {
-        ctl_table_print(&table);
-    }
-    json_decref(list);
+    ctl_list_print(options, &table, list, false);
     kvkeep__v1__list_spaces_response__free_unpacked(response, NULL);
     return CTL_OK;
 }
@@ -496,16 +484,7 @@ int ctl_sequences(const struct ctl_options *options, int argc, char **argv)
                       "host_bytes", (json_int_t)row->host_bytes, "age_ms",
                       (json_int_t)row->age_ms));
     }
-    if (options->json) {
-        json_incref(list);
-        ctl_json_print(list);
-    } else {
-        ctl_table_print(&table);
-        if (response->more) {
-            (void)printf("… and more; see --limit\n");
-        }
-    }
-    json_decref(list);
+    ctl_list_print(options, &table, list, response->more);
     kvkeep__v1__list_sequences_response__free_unpacked(response, NULL);
     return CTL_OK;
 }
@@ -548,16 +527,7 @@ int ctl_leases(const struct ctl_options *options, int argc, char **argv)
                             (json_int_t)row->age_ms, "ttl_ms", (json_int_t)row->ttl_ms, "copy_pin",
                             row->copy_pin, "open_transfers", (int)row->open_transfers));
     }
-    if (options->json) {
-        json_incref(list);
-        ctl_json_print(list);
-    } else {
-        ctl_table_print(&table);
-        if (response->more) {
-            (void)printf("… and more; see --limit\n");
-        }
-    }
-    json_decref(list);
+    ctl_list_print(options, &table, list, response->more);
     kvkeep__v1__list_leases_response__free_unpacked(response, NULL);
     return CTL_OK;
 }
@@ -616,13 +586,7 @@ int ctl_instances(const struct ctl_options *options, int argc, char **argv)
     for (size_t i = 0; i < response->n_instances; i++) {
         sessions_rows(response->instances[i], &table, list);
     }
-    if (options->json) {
-        json_incref(list);
-        ctl_json_print(list);
-    } else {
-        ctl_table_print(&table);
-    }
-    json_decref(list);
+    ctl_list_print(options, &table, list, false);
     kvkeep__v1__list_instances_response__free_unpacked(response, NULL);
     return CTL_OK;
 }

@@ -222,13 +222,7 @@ static int credential_list(const struct ctl_options *options, int argc)
                       row->configured ? "file" : "catalogue");
         json_array_append_new(list, credential_json(row));
     }
-    if (options->json) {
-        json_incref(list);
-        ctl_json_print(list);
-    } else {
-        ctl_table_print(&table);
-    }
-    json_decref(list);
+    ctl_list_print(options, &table, list, false);
     kvkeep__v1__list_credentials_response__free_unpacked(answer, NULL);
     return CTL_OK;
 }

@@ -90,6 +90,10 @@ const char *ctl_mode_name(int mode); /* the API's Mode; "on" where it is not giv
 void ctl_json_print(json_t *value);
 json_t *ctl_json_text(ProtobufCBinaryData data);
 
+/* Print rows that were made both ways: the table, or with --json the list; and finish both. */
+void ctl_list_print(const struct ctl_options *options, struct ctl_table *table, json_t *list,
+                    bool more);
+
 /* ---- progress on a terminal (silent elsewhere) ---- */
 
 struct ctl_progress {

@@ -22,17 +22,7 @@ static char *ring_next(void)
 
 const char *ctl_bytes(uint64_t bytes)
 {
-    static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
-    double value = (double)bytes;
-    unsigned unit = 0;
-    while (value >= 1024 && unit < 5) {
-        value /= 1024;
-        unit++;
-    }
-    char *text = ring_next();
-    (void)snprintf(text, RING_SIZE, unit == 0 || value >= 100 ? "%.0f %s" : "%.1f %s", value,
-                   units[unit]);
-    return text;
+    return kvk_bytes_text(bytes, ring_next());
 }
 
 const char *ctl_duration_ms(uint64_t ms)
@@ -195,6 +185,15 @@ static void cell_print(const char *text, int width, bool left, bool last)
                  last ? "\n" : "  ");
 }
 
+static void table_finish(struct ctl_table *table)
+{
+    for (size_t i = 0; i < (size_t)table->row_count * table->column_count; i++) {
+        free(table->cells[i]);
+    }
+    free(table->cells);
+    memset(table, 0, sizeof *table);
+}
+
 void ctl_table_print(struct ctl_table *table)
 {
     int widths[CTL_COLUMNS_MAX] = {0};
@@ -212,14 +211,27 @@ void ctl_table_print(struct ctl_table *table)
     }
     for (uint32_t r = 0; r < table->row_count; r++) {
         for (uint32_t c = 0; c < table->column_count; c++) {
-            char *cell = table->cells[(size_t)r * table->column_count + c];
+            const char *cell = table->cells[(size_t)r * table->column_count + c];
             cell_print(cell == NULL ? "" : cell, widths[c], table->titles[c][0] == '-',
                        c + 1 == table->column_count);
-            free(cell);
         }
     }
-    free(table->cells);
-    memset(table, 0, sizeof *table);
+    table_finish(table);
+}
+
+void ctl_list_print(const struct ctl_options *options, struct ctl_table *table, json_t *list,
+                    bool more)
+{
+    if (options->json) {
+        table_finish(table);
+        ctl_json_print(list);
+        return;
+    }
+    json_decref(list);
+    ctl_table_print(table);
+    if (more) {
+        (void)printf("… and more; see --limit\n");
+    }
 }
 
 /* ---- progress ---- */

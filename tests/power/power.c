@@ -239,19 +239,7 @@ static void setup_make(const char *data, struct daemon_setup *setup, char *rest,
 /* As daemon_start(), but it may refuse: false, and its words are in the log. */
 static bool daemon_try_start(struct daemon *daemon, const struct daemon_setup *setup)
 {
-    char config[96];
-    (void)snprintf(daemon->folder, sizeof(daemon->folder), "/tmp/kvkeep-test.XXXXXX");
-    CHECK(mkdtemp(daemon->folder) != NULL, "no folder: %s", strerror(errno));
-    (void)snprintf(config, sizeof(config), "%s/kvkeepd.conf", daemon->folder);
-    (void)snprintf(daemon->target, sizeof(daemon->target), "unix:%s/kvkeep.sock", daemon->folder);
-    (void)snprintf(daemon_log_path, sizeof(daemon_log_path), "%s/log", daemon->folder);
-    daemon_configure(daemon, setup, config);
-    (void)fflush(stdout);
-    daemon->pid = fork();
-    CHECK(daemon->pid >= 0, "fork: %s", strerror(errno));
-    if (daemon->pid == 0) {
-        daemon_exec(config);
-    }
+    daemon_begin(daemon, setup);
     uint64_t until_ms = now_ms() + START_MS_MAX;
     while (!daemon_answers(daemon)) {
         int status = 0;

@@ -13,26 +13,11 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 version=5.19.0
 venv=${TRANSFORMERS_VENV:-build/transformers-venv}
-if [[ ! -x "$venv/bin/python" ]]; then
-    python3 -m venv "$venv"
-    "$venv/bin/pip" install --quiet uv
-fi
-install() { "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "$@"; }
-is_there="import importlib.metadata as m; assert m.version('transformers') == '$version'"
-if ! "$venv/bin/python" -c "$is_there" 2>/dev/null; then
+. tests/venv.sh
+if ! has transformers "$version"; then
     install torch "transformers==$version" peft pytest grpcio-tools setuptools
 fi
-install --reinstall-package kvkeep ./client/python
-if [[ -z "${KVKEEPD:-}" ]]; then
-    for build in release dev; do
-        if [[ -x "build/$build/bin/kvkeepd" ]]; then
-            KVKEEPD=$PWD/build/$build/bin/kvkeepd
-            break
-        fi
-    done
-fi
-export KVKEEPD=${KVKEEPD:?no kvkeepd: build it, or name it}
-python=$(realpath -s "$venv/bin/python")
+client_install
 cd tests/transformers
 if [[ "${1:-}" == bench ]]; then
     shift

@@ -160,3 +160,14 @@ Test(base_bytes, secrets)
     cr_assert_eq(a[31], 0);
     cr_assert_eq(a[32], 3);
 }
+
+Test(base_bytes, sizes_for_people)
+{
+    char text[KVK_BYTES_TEXT_SIZE];
+    cr_expect_str_eq(kvk_bytes_text(0, text), "0 B");
+    cr_expect_str_eq(kvk_bytes_text(1023, text), "1023 B");
+    cr_expect_str_eq(kvk_bytes_text(1536, text), "1.5 KiB");
+    cr_expect_str_eq(kvk_bytes_text(UINT64_C(300) << 20, text), "300 MiB");
+    cr_expect_str_eq(kvk_bytes_text(UINT64_C(25) << 29, text), "12.5 GiB");
+    cr_expect_str_eq(kvk_bytes_text(UINT64_MAX, text), "16384 PiB");
+}

