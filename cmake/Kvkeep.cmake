@@ -37,6 +37,14 @@ function(kvk_program name)
     target_link_libraries(${name} PRIVATE kvk_flags ${PROGRAM_LINK})
 endfunction()
 
+# kvk_labelled(TARGET LABEL): so that `ninja tests_LABEL` builds what `ctest -L LABEL` runs.
+function(kvk_labelled target label)
+    if(NOT TARGET tests_${label})
+        add_custom_target(tests_${label})
+    endif()
+    add_dependencies(tests_${label} ${target})
+endfunction()
+
 # kvk_criterion_test(FILE [LINK libraries…]): one Criterion program per file.
 function(kvk_criterion_test file)
     if(KVK_TSAN)
@@ -50,6 +58,7 @@ function(kvk_criterion_test file)
     kvk_program(${target} SOURCES ${file} LINK ${TEST_LINK} criterion)
     add_test(NAME ${folder}/${stem} COMMAND ${target} --short-filename)
     set_tests_properties(${folder}/${stem} PROPERTIES TIMEOUT 300 LABELS ${folder})
+    kvk_labelled(${target} ${folder})
 endfunction()
 
 # kvk_plain_test(FILE [LINK libraries…] [ARGS arguments…]): a program whose exit code is the

@@ -49,8 +49,12 @@ part() {
     return 1
 }
 
+# configure_and_build PRESET [targets…]: all of it, or these alone.
 configure_and_build() {
-    cmake --preset "$1" -DKVK_WERROR=ON && cmake --build --preset "$1" -j "$jobs"
+    local preset=$1
+    shift
+    cmake --preset "$preset" -DKVK_WERROR=ON &&
+        cmake --build --preset "$preset" -j "$jobs" ${1:+--target "$@"}
 }
 
 # run_ctest PRESET [arguments…]: add its figures to ours.
@@ -130,14 +134,14 @@ if [[ $quick == no ]]; then
     part clang-tidy static_analysis
 
     heading "asan: build with AddressSanitizer and UndefinedBehaviorSanitizer"
-    if part build-asan configure_and_build asan; then
+    if part build-asan configure_and_build asan tests_unit tests_sim; then
         heading "asan: unit tests and simulation"
         export LSAN_OPTIONS="suppressions=$PWD/tests/lsan.supp:print_suppressions=0"
         run_ctest asan -L '^(unit|sim)$'
     fi
 
     heading "tsan: build with ThreadSanitizer"
-    if part build-tsan configure_and_build tsan; then
+    if part build-tsan configure_and_build tsan tests_stress; then
         heading "tsan: tests of threads"
         export TSAN_OPTIONS="halt_on_error=1 suppressions=$PWD/tests/tsan.supp"
         run_ctest tsan -L '^stress$'
