@@ -71,14 +71,20 @@ struct victim {
     double score;
 };
 
-/* The lower of the heads of two queues. */
-static uint32_t peek_both(struct kvk_evict_queue *a, struct kvk_evict_queue *b, uint64_t now,
-                          double *score)
+/* The lower of the heads of two queues. Often both are worth the same, for ages are learned in
+ * steps; then the older goes, as in a queue, or what stands in one of them would pile up. */
+static uint32_t peek_both(const struct kvk_cache *cache, struct kvk_evict_queue *a,
+                          struct kvk_evict_queue *b, uint64_t now, double *score)
 {
     double score_b;
     uint32_t block_a = kvk_evict_queue_peek(a, now, score);
     uint32_t block_b = kvk_evict_queue_peek(b, now, &score_b);
-    if (block_b == KVK_BLOCK_NONE || (block_a != KVK_BLOCK_NONE && *score <= score_b)) {
+    if (block_b == KVK_BLOCK_NONE) {
+        return block_a;
+    }
+    if (block_a != KVK_BLOCK_NONE && *score <= score_b &&
+        (*score < score_b || kvk_index_block(cache->index, block_a)->order <
+                                 kvk_index_block(cache->index, block_b)->order)) {
         return block_a;
     }
     *score = score_b;
@@ -92,7 +98,7 @@ static struct victim host_victim(struct kvk_cache *cache, struct kvk_group *grou
     struct kvk_group_tier *at = &group->tiers[KVK_TIER_HOST];
     uint64_t now = kvk_policy_now(cache);
     struct victim victim = {.tier = KVK_TIER_HOST};
-    victim.block = peek_both(&at->queue, &at->clean, now, &victim.score);
+    victim.block = peek_both(cache, &at->queue, &at->clean, now, &victim.score);
     if (victim.block != KVK_BLOCK_NONE || !group->tiers[KVK_TIER_DEVICE].present) {
         return victim;
     }
@@ -125,7 +131,7 @@ static struct victim device_victim(struct kvk_cache *cache, struct kvk_group *gr
     uint64_t now = kvk_policy_now(cache);
     struct victim victim = {.tier = KVK_TIER_DEVICE};
     if (!group->tiers[KVK_TIER_HOST].present) {
-        victim.block = peek_both(&at->queue, &at->clean, now, &victim.score);
+        victim.block = peek_both(cache, &at->queue, &at->clean, now, &victim.score);
         return victim;
     }
     /* Whoever has a second copy goes without any waiting. */
@@ -133,7 +139,7 @@ static struct victim device_victim(struct kvk_cache *cache, struct kvk_group *gr
     if (victim.block != KVK_BLOCK_NONE) {
         return victim;
     }
-    victim.block = peek_both(&at->queue, &at->held, now, &victim.score);
+    victim.block = peek_both(cache, &at->queue, &at->held, now, &victim.score);
     if (victim.block == KVK_BLOCK_NONE) {
         return victim;
     }

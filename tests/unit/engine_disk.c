@@ -781,6 +781,57 @@ Test(disk, a_prefix_is_invalidated_there_too)
     disk_stage_stop(&on);
 }
 
+/* ---- Memory above it ---- */
+
+/* Caches `count` prompts of one block each, from token `first` on. */
+static void cache_singles(struct disk_stage *on, uint32_t first, uint32_t count)
+{
+    uint32_t tokens[4];
+    for (uint32_t i = 0; i < count; i++) {
+        house_tokens(tokens, 4, first + 16 * i);
+        stage_cache(&on->stage, tokens, 4, 7);
+    }
+}
+
+/* How many of them are on disk alone, and how many known at all. */
+static uint32_t singles_on_disk(struct disk_stage *on, uint32_t first, uint32_t count,
+                                uint32_t *known)
+{
+    uint32_t tokens[4];
+    uint32_t alone = 0;
+    *known = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        house_tokens(tokens, 4, first + 16 * i);
+        alone += disk_tokens(on, tokens, 4) > 0 ? 1 : 0;
+        *known += stage_hit(&on->stage, tokens, 4, false) > 0 ? 1 : 0;
+    }
+    return alone;
+}
+
+Test(disk, of_equal_worth_the_older_leaves_memory_whether_on_disk_or_not)
+{
+    struct disk_stage on;
+    uint32_t known;
+    disk_stage_init(&on);
+    disk_stage_start(&on, 0, 8, 64);
+    cache_singles(&on, 1000, 4);
+    disk_rounds(&on);
+    cr_assert_eq(disk_blocks(&on), 4);
+    on.stage.house.config.disk_admit_uses = 1000;
+    cache_singles(&on, 2000, 4);
+    cache_singles(&on, 3000, 3); /* for which there is no room */
+    cr_assert_eq(singles_on_disk(&on, 1000, 4, &known), 3, "the oldest went");
+    cr_assert_eq(known, 4);
+    cr_assert_eq(singles_on_disk(&on, 2000, 4, &known), 0);
+    cr_assert_eq(known, 4, "not those that came after them");
+    cache_singles(&on, 4000, 4);
+    cr_assert_eq(singles_on_disk(&on, 1000, 4, &known), 4, "and the last of them,");
+    (void)singles_on_disk(&on, 2000, 4, &known);
+    cr_assert_eq(known, 1, "then the next in age, which are nowhere else");
+    stage_check(&on.stage);
+    disk_stage_stop(&on);
+}
+
 /* ---- Reading ahead ---- */
 
 Test(disk, what_is_touched_is_read_ahead)
