@@ -813,6 +813,7 @@ Test(disk, of_equal_worth_the_older_leaves_memory_whether_on_disk_or_not)
     struct disk_stage on;
     uint32_t known;
     disk_stage_init(&on);
+    on.stage.house.config.policy = KVK_EVICT_RP_COST; /* knows worth apart from age */
     disk_stage_start(&on, 0, 8, 64);
     cache_singles(&on, 1000, 4);
     disk_rounds(&on);
