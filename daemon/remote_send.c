@@ -12,13 +12,19 @@
 
 #include "base/assert.h"
 #include "base/log.h"
+#include "daemon/disk_tier_internal.h"
 #include "daemon/remote_internal.h"
+#include "daemon/upkeep.h"
 
 #define BATCH_BLOCKS 128U
 #define LOOKED_MAX (4U * BATCH_BLOCKS)
 #define LINKS_AT_ONCE 64U          /* that are walked with the lock held */
 #define PAUSE_NS KVK_NS_PER_SECOND /* while the store is away, or takes nothing */
 #define FULL_PAUSE_NS (5 * KVK_NS_PER_SECOND)
+
+/* A batch sent, one written to disk, and what the scrub looks at. */
+_Static_assert(BATCH_BLOCKS + KVK_DISK_BATCH_BLOCKS + 1 <= KVK_UPKEEP_BLOCKS_MAX,
+               "all that is kept at a time has a place");
 
 struct entry {
     struct kvk_group *group;
