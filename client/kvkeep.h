@@ -165,6 +165,12 @@ const uint8_t *kvkeep_session_token(const struct kvkeep_session *session); /* 16
 
 struct kvk_slab_table;
 
+enum kvkeep_tier {
+    KVKEEP_TIER_NONE = 0, /* where a choice is asked for: the daemon's default */
+    KVKEEP_TIER_DEVICE = 1,
+    KVKEEP_TIER_HOST = 2,
+};
+
 struct kvkeep_map {
     uint8_t *address; /* slot s at address + s x slot_stride; never written where read_only. NULL:
                          memory of a GPU, see slabs */
@@ -174,17 +180,13 @@ struct kvkeep_map {
                                              the bytes are gone. NULL for scratch */
     uint64_t generations_size_bytes;
     uint64_t id;
+    enum kvkeep_tier tier; /* of slots; none: scratch */
     bool read_only;
     const struct kvk_slab_table *slabs; /* base/slab_table.h: what cudaIpcOpenMemHandle() opens, and
                                            which slots lie there; of size_bytes. Else NULL */
 };
 
-enum kvkeep_tier {
-    KVKEEP_TIER_NONE = 0,
-    KVKEEP_TIER_DEVICE = 1,
-    KVKEEP_TIER_HOST = 2,
-};
-
+/* In the tier none: in that where a sequence's blocks go if kvkeep_open() is told none. */
 KVK_CHECKED enum kvk_status kvkeep_map_slots(struct kvkeep_session *session,
                                              const struct kvkeep_space *space, uint32_t group,
                                              uint32_t rank, enum kvkeep_tier tier, bool read_only,

@@ -271,6 +271,7 @@ static enum kvk_status map_descriptors(const int fds[2], const Kvkeep__V1__MapMe
     map->size_bytes = size_bytes;
     map->slot_stride = told->slot_stride;
     map->id = told->map_id;
+    map->tier = (enum kvkeep_tier)told->tier;
     map->read_only = read_only;
     if (fds[1] < 0) {
         return KVK_OK;

@@ -479,6 +479,9 @@ uint64_t kvk_tier_load_ns(const struct kvk_cache *cache, uint64_t bytes); /* est
 
 /* The tier's device has fallen away for good. */
 bool kvk_tier_is_lost(const struct kvk_cache *cache, enum kvk_tier tier);
+/* Where blocks go when nobody says where: to the device, or the host where there is none or its GPU
+ * has fallen away. */
+enum kvk_tier kvk_tier_first(const struct kvk_cache *cache);
 /* What of the device tier's device went wrong so far. */
 void kvk_tier_health(const struct kvk_cache *cache, struct kvk_device_health *health);
 /* KVK_PRECONDITION where it has: nothing new may come to lie there. Trying again does not help. */

@@ -16,6 +16,14 @@ bool kvk_tier_is_lost(const struct kvk_cache *cache, enum kvk_tier tier)
     return device != NULL && device->ops->is_lost != NULL && device->ops->is_lost(device);
 }
 
+enum kvk_tier kvk_tier_first(const struct kvk_cache *cache)
+{
+    bool device = cache->tiers[KVK_TIER_DEVICE].device != NULL;
+    bool host = cache->tiers[KVK_TIER_HOST].device != NULL;
+    return device && !(host && kvk_tier_is_lost(cache, KVK_TIER_DEVICE)) ? KVK_TIER_DEVICE
+                                                                         : KVK_TIER_HOST;
+}
+
 void kvk_tier_health(const struct kvk_cache *cache, struct kvk_device_health *health)
 {
     struct kvk_device *device = cache->tiers[KVK_TIER_DEVICE].device;

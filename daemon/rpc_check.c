@@ -331,17 +331,15 @@ enum kvk_status kvk_rpc_check_attention(Kvkeep__V1__Attention attention, const c
     return check_enum((int)attention, KVK_ATTENTION_SELF, KVK_ATTENTION_CROSS, field, error);
 }
 
-enum kvk_status kvk_rpc_check_tier(Kvkeep__V1__Tier tier, bool may_be_unspecified,
-                                   const char *field, int *result, struct kvk_error *error)
+enum kvk_status kvk_rpc_check_tier(Kvkeep__V1__Tier tier, const char *field, int *result,
+                                   struct kvk_error *error)
 {
     _Static_assert((int)KVK_TIER_DEVICE + 1 == (int)KVKEEP__V1__TIER__TIER_DEVICE &&
                        (int)KVK_TIER_HOST + 1 == (int)KVKEEP__V1__TIER__TIER_HOST,
                    "the API's numbers are ours and 1");
     *result = (int)tier - 1;
-    return check_enum((int)tier,
-                      may_be_unspecified ? KVKEEP__V1__TIER__TIER_UNSPECIFIED
-                                         : KVKEEP__V1__TIER__TIER_DEVICE,
-                      KVKEEP__V1__TIER__TIER_HOST, field, error);
+    return check_enum((int)tier, KVKEEP__V1__TIER__TIER_UNSPECIFIED, KVKEEP__V1__TIER__TIER_HOST,
+                      field, error);
 }
 
 /* ---- spaces ---- */

@@ -246,9 +246,8 @@ KVK_CHECKED enum kvk_status kvk_rpc_check_attention(Kvkeep__V1__Attention attent
                                                     const char *field, enum kvk_attention *result,
                                                     struct kvk_error *error);
 /* -1: unspecified, where that is allowed. */
-KVK_CHECKED enum kvk_status kvk_rpc_check_tier(Kvkeep__V1__Tier tier, bool may_be_unspecified,
-                                               const char *field, int *result,
-                                               struct kvk_error *error);
+KVK_CHECKED enum kvk_status kvk_rpc_check_tier(Kvkeep__V1__Tier tier, const char *field,
+                                               int *result, struct kvk_error *error);
 
 /* Finite and at least 0; not 0 where `positive`. */
 KVK_CHECKED enum kvk_status kvk_rpc_check_number(double value, bool positive, const char *field,

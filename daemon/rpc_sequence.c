@@ -69,7 +69,7 @@ static enum kvk_status check_open(struct kvk_rpc_run *run,
         status = kvk_rpc_check_hints(run, asked->n_hints, asked->hints, &request->prompt, error);
     }
     if (status == KVK_OK) {
-        status = kvk_rpc_check_tier(asked->tier, true, "tier", &request->tier, error);
+        status = kvk_rpc_check_tier(asked->tier, "tier", &request->tier, error);
     }
     if (status == KVK_OK && asked->growth_tokens > limit - request->prompt.token_count) {
         status = kvk_fail_limit(error, KVK_INVALID, KVK_CAUSE_FIELD, "growth_tokens",

@@ -306,15 +306,13 @@ static enum kvk_status check_map(const struct kvk_rpc *rpc,
         return kvk_fail_limit(error, KVK_INVALID, KVK_CAUSE_FIELD, "kind", (uint32_t)message->kind,
                               0, "kind is not a known value");
     }
-    int tier = 0;
     status = kvk_rpc_check_id(message->space_id, "space_id", error);
     if (status == KVK_OK) {
-        status = kvk_rpc_check_tier(message->tier, false, "tier", &tier, error);
+        status = kvk_rpc_check_tier(message->tier, "tier", &request->tier, error);
     }
     request->space_id = message->space_id;
     request->group = message->group;
     request->rank = message->rank;
-    request->tier = (enum kvk_tier)tier;
     return status;
 }
 
@@ -337,5 +335,6 @@ KVK_RPC_HANDLER(kvk_rpc_map_memory)
     response.slot_count = reply.slot_count;
     response.map_id = reply.map_id;
     response.by_slabs = reply.by_slabs;
+    response.tier = (Kvkeep__V1__Tier)(reply.tier + 1);
     return kvk_rpc_reply(run, &response.base, error);
 }

@@ -48,10 +48,7 @@ static enum kvk_tier home_of(const struct opening *opening)
     if (opening->request->tier >= 0) {
         return (enum kvk_tier)opening->request->tier;
     }
-    bool lost = kvk_tier_is_lost(opening->cache, KVK_TIER_DEVICE) &&
-                tier_is_there(opening->cache, KVK_TIER_HOST);
-    return tier_is_there(opening->cache, KVK_TIER_DEVICE) && !lost ? KVK_TIER_DEVICE
-                                                                   : KVK_TIER_HOST;
+    return kvk_tier_first(opening->cache);
 }
 
 static enum kvk_status check_request(const struct opening *opening)

@@ -69,7 +69,7 @@ struct kvk_map_request {
     uint64_t space_id;
     uint32_t group;
     uint32_t rank;
-    enum kvk_tier tier;
+    int tier; /* enum kvk_tier, or -1: the default, kvk_tier_first() */
     bool read_only;
     uint64_t size_bytes;
 };
@@ -79,6 +79,7 @@ struct kvk_map_reply {
     uint64_t slot_stride;
     uint64_t slot_count;
     uint64_t map_id;
+    int tier;      /* of the slots; -1: scratch */
     bool by_slabs; /* the descriptor is that of a table: base/slab_table.h */
 };
 

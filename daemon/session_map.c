@@ -165,9 +165,9 @@ static bool is_leaving(const struct kvk_cache *cache, const struct kvk_group *gr
 static enum kvk_status check_reach(const struct kvk_cache *cache,
                                    const struct kvk_map_request *request,
                                    const struct kvk_group *group, uint32_t shard,
-                                   struct kvk_error *error)
+                                   enum kvk_tier tier, struct kvk_error *error)
 {
-    const struct kvk_group_tier *at = &group->tiers[request->tier];
+    const struct kvk_group_tier *at = &group->tiers[tier];
     if (kvk_tier_descriptor(at, shard) < 0) {
         return kvk_fail(error, KVK_UNSUPPORTED, KVK_CAUSE_NONE, "tier",
                         "memory of this device cannot be mapped");
@@ -179,7 +179,7 @@ static enum kvk_status check_reach(const struct kvk_cache *cache,
         return kvk_fail(error, KVK_UNSUPPORTED, KVK_CAUSE_FIELD, "read_only",
                         "read_only: memory of a GPU can be mapped for writing only");
     }
-    if (is_leaving(cache, group, request->tier)) {
+    if (is_leaving(cache, group, tier)) {
         (void)kvk_fail(error, KVK_UNAVAILABLE, KVK_CAUSE_BUSY, "tier",
                        "slabs of the space are on their way out; try again");
         kvk_error_retry(error, 20);
@@ -192,7 +192,7 @@ static enum kvk_status check_reach(const struct kvk_cache *cache,
 static enum kvk_status find_slots(struct kvk_cache *cache, const struct kvk_caller *caller,
                                   const struct kvk_session *session,
                                   const struct kvk_map_request *request, struct kvk_group **group,
-                                  uint32_t *shard, struct kvk_error *error)
+                                  uint32_t *shard, enum kvk_tier *tier, struct kvk_error *error)
 {
     struct kvk_space *space = NULL;
 
@@ -221,22 +221,27 @@ static enum kvk_status find_slots(struct kvk_cache *cache, const struct kvk_call
                             "the space has no such rank");
     }
     struct kvk_group *found = space->groups[request->group];
-    if ((uint32_t)request->tier >= KVK_MEMORY_TIER_COUNT) {
+    if (request->tier >= (int)KVK_MEMORY_TIER_COUNT) {
         return refuse_field(error, "tier", (uint64_t)request->tier, KVK_MEMORY_TIER_COUNT - 1,
                             "must be device or host");
     }
-    if (!found->tiers[request->tier].present) {
+    if (request->tier >= 0) {
+        *tier = (enum kvk_tier)request->tier;
+    } else {
+        *tier = is_public ? KVK_TIER_HOST : kvk_tier_first(cache);
+    }
+    if (!found->tiers[*tier].present) {
         return kvk_fail(error, KVK_PRECONDITION, KVK_CAUSE_NOT_MAPPED, "tier",
                         "the daemon has no such tier");
     }
-    if (found->forms[request->tier].compact) {
+    if (found->forms[*tier].compact) {
         return kvk_fail(error, KVK_PRECONDITION, KVK_CAUSE_FIELD, "tier",
                         "the host tier holds this group in %s (host_format): ReadBlocks and Attend "
                         "read it, it is not mapped",
-                        kvk_format_name(found->forms[request->tier].geometry.format_k));
+                        kvk_format_name(found->forms[*tier].geometry.format_k));
     }
     *shard = kvk_geometry_rank_shard(&found->geometry, request->rank);
-    status = check_reach(cache, request, found, *shard, error);
+    status = check_reach(cache, request, found, *shard, *tier, error);
     if (status != KVK_OK) {
         return status;
     }
@@ -267,6 +272,7 @@ static enum kvk_status map_slots(struct kvk_cache *cache, const struct kvk_calle
     struct kvk_session *session = NULL;
     struct kvk_group *group = NULL;
     uint32_t shard = 0;
+    enum kvk_tier tier = KVK_TIER_DEVICE;
 
     struct kvk_mapping *mapping = calloc(1, sizeof(*mapping));
     if (mapping == NULL) {
@@ -275,7 +281,7 @@ static enum kvk_status map_slots(struct kvk_cache *cache, const struct kvk_calle
     kvk_lock(&cache->lock);
     enum kvk_status status = find_mapper(cache, caller, request->session_id, &session, error);
     if (status == KVK_OK) {
-        status = find_slots(cache, caller, session, request, &group, &shard, error);
+        status = find_slots(cache, caller, session, request, &group, &shard, &tier, error);
     }
     if (status == KVK_OK) {
         KVK_ASSERT(session != NULL);
@@ -284,19 +290,20 @@ static enum kvk_status map_slots(struct kvk_cache *cache, const struct kvk_calle
     }
     if (status == KVK_OK) {
         KVK_ASSERT(group != NULL);
-        struct kvk_group_tier *tier = &group->tiers[request->tier];
+        struct kvk_group_tier *at = &group->tiers[tier];
         mapping->kind = KVK_MAP_SLOTS;
         mapping->writable = !request->read_only;
         mapping->group = group;
-        mapping->tier = request->tier;
+        mapping->tier = tier;
         mapping->shard = shard;
         mapping->scratch.fd = -1;
         mapping_link(cache, session, mapping);
         mapping_arm(cache, mapping, reply);
-        reply->size_bytes = tier->regions[shard].size_bytes;
+        reply->tier = (int)tier;
+        reply->size_bytes = at->regions[shard].size_bytes;
         reply->slot_stride = group->shard_bytes[shard];
-        reply->slot_count = kvk_arena_slot_capacity(&tier->arena);
-        reply->by_slabs = tier->regions[shard].slabs != NULL;
+        reply->slot_count = kvk_arena_slot_capacity(&at->arena);
+        reply->by_slabs = at->regions[shard].slabs != NULL;
     }
     kvk_unlock(&cache->lock);
     if (status != KVK_OK) {
@@ -402,7 +409,7 @@ enum kvk_status kvk_session_map(struct kvk_cache *cache, const struct kvk_caller
                                 const struct kvk_map_request *request, struct kvk_map_reply *reply,
                                 struct kvk_error *error)
 {
-    *reply = (struct kvk_map_reply){.map_id = 0};
+    *reply = (struct kvk_map_reply){.tier = -1};
     switch (request->kind) {
     case KVK_MAP_SLOTS:
         return map_slots(cache, caller, request, reply, error);

@@ -110,7 +110,7 @@ def test_bad_mappings_are_named(daemon):
     worker.map(kind=pb.MapMemoryRequest.KIND_SCRATCH, size_bytes=4096)
     slots = dict(kind=pb.MapMemoryRequest.KIND_SLOTS, space_id=space.space_id, tier=pb.TIER_DEVICE)
     for changes, field in ((dict(kind=0), "kind"), (dict(kind=9), "kind"),
-                           (dict(space_id=0), "space_id"), (dict(tier=0), "tier"),
+                           (dict(space_id=0), "space_id"), (dict(tier=3), "tier"),
                            (dict(tier=5), "tier"), (dict(group=1), "group"),
                            (dict(rank=1), "rank")):
         with Refused(CODE.INVALID_ARGUMENT, pb.CAUSE_FIELD, field):

@@ -42,6 +42,38 @@ def prefill(session, space, tokens, seed=1):
     return sequence, memory, written
 
 
+def test_memory_is_of_the_tier_where_sequences_begin(start):
+    """With a device tier, there; on a daemon without one, as in README's example, on the host."""
+    for tiers, tier in (("device_bytes = 1 MiB\nhost_bytes = 1 MiB\n", Tier.DEVICE),
+                        ("device_bytes = 0\nhost_bytes = 1 MiB\n", Tier.HOST)):
+        daemon = start(f"[tiers]\n{tiers}huge_pages = no\n")
+        with kvkeep.connect(daemon.target) as client, client.session() as session:
+            space = open_space(client)
+            sequence, memory, written = prefill(session, space, TOKENS)
+            assert memory.tier == tier
+            assert {block.tier for block in sequence.blocks()} == {tier}
+            with session.open_sequence(space, TOKENS) as again:
+                assert again.cached_tokens == 8
+                for block in again.blocks()[:2]:
+                    assert np.array_equal(memory.array(block)[0], written[block.block][0])
+        daemon.stop()
+
+
+def test_a_block_is_looked_for_in_the_memory_where_it_lies(client):
+    with client.session() as session:
+        space = open_space(client)
+        on_host = session.map_slots(space, tier=Tier.HOST)
+        sequence, memory, _ = prefill(session, space, TOKENS)
+        block = sequence.blocks()[0]
+        memory.array(block)
+        for read in (on_host.slot, on_host.array, on_host.generation, on_host.populate):
+            with pytest.raises(ValueError, match="block 0 lies in the device tier, and these are "
+                                                 "slots of the host tier"):
+                read(block)
+        with pytest.raises(ValueError, match="block 3 has no bytes"):
+            memory.slot(kvkeep.Placement(3, Tier.ANY, None, 0))
+
+
 def test_server_info(client):
     info = client.server_info()
     assert info.limits.tokens > 0 and info.device_bytes == 4 << 20

@@ -231,6 +231,38 @@ Test(engine_process, tokens_expire)
     house_stop(&house);
 }
 
+/* Where it is not said which tier: the one where sequences begin. */
+Test(engine_process, maps_are_of_the_tier_where_sequences_begin)
+{
+    const uint64_t sizes[][2] = {{1 << 20, 1 << 20}, {1 << 20, 0}, {0, 1 << 20}};
+    const int tiers[] = {KVK_TIER_DEVICE, KVK_TIER_DEVICE, KVK_TIER_HOST};
+    for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++) {
+        struct side_house side;
+        struct worker worker = worker_start();
+        struct kvk_map_reply reply;
+        side_start(&side, sizes[i][0], sizes[i][1], 16);
+        struct kvk_welcome welcome = worker_join(&side, &worker);
+        struct kvk_map_request request = {.session_id = welcome.session_id,
+                                          .kind = KVK_MAP_SLOTS,
+                                          .space_id = side.space_id,
+                                          .tier = -1};
+        cr_assert_eq(kvk_session_map(side.house.cache, &side.house.caller, &request, &reply,
+                                     &side.house.error),
+                     KVK_OK, "%s", side.house.error.text);
+        cr_expect_eq(reply.tier, tiers[i], "case %zu", i);
+        request.kind = KVK_MAP_SCRATCH;
+        request.size_bytes = 4096;
+        cr_assert_eq(kvk_session_map(side.house.cache, &side.house.caller, &request, &reply,
+                                     &side.house.error),
+                     KVK_OK, "%s", side.house.error.text);
+        cr_expect_eq(reply.tier, -1, "it has none");
+        worker_kill(&worker);
+        kvk_session_end(side.house.cache, welcome.session_id);
+        wait_sessions(&side.house, 0);
+        side_stop(&side);
+    }
+}
+
 Test(engine_process, maps_are_checked)
 {
     struct side_house side;

@@ -8,7 +8,7 @@
         memory = session.map_slots(space)
         with session.open_sequence(space, tokens) as sequence:
             for block in sequence.blocks():
-                keys, values = memory.array(block.slot)   # [layer][head][token][dim], no copy
+                keys, values = memory.array(block)        # [layer][head][token][dim], no copy
                 …
             sequence.seal(all_ranks=True)
 
@@ -19,9 +19,9 @@ daemon's typed cause. The API itself is documented in kvkeep/v1/kvkeep.proto.
 from kvkeep.client import Client, Lookup, Retry, Space, Tls, connect, default_target
 from kvkeep.errors import Advice, Cause, Code, KvkeepError
 from kvkeep.memory import Scratch, SlotMemory
-from kvkeep.session import AttendResult, Lease, Placement, Sequence, Session, Swap, Transfer
+from kvkeep.session import AttendResult, Lease, Sequence, Session, Swap, Transfer
 from kvkeep.shapes import (AttendPlace, Attention, ContentSpan, Format, Identity, LayerGroup,
-                           Layout, PrefillCost, PriorityHint, Prompt, Tier, token_bytes)
+                           Layout, Placement, PrefillCost, PriorityHint, Prompt, Tier, token_bytes)
 
 __version__ = "0.1.0"
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvkeep.client import Space
 from kvkeep.errors import Code, KvkeepError
-from kvkeep.shapes import Format, Layout, Tier
+from kvkeep.shapes import Format, Layout, Placement, Tier
 from kvkeep.v1 import kvkeep_pb2 as pb
 
 if TYPE_CHECKING:
@@ -63,13 +63,18 @@ def _map(descriptor: int, size_bytes: int, writable: bool) -> mmap.mmap:
     return mmap.mmap(descriptor, size_bytes, access=access)
 
 
+def _memory_name(tier: Tier, public_id: int) -> str:
+    return f"the {tier.name.lower()} tier" + (f" (public space {public_id})" if public_id else "")
+
+
 class SlotMemory:
     """The slots of one shard of a group in a tier, mapped.
 
-    `slot(i)` is the bytes of a slot; `array(i)` the same as [layer][K or V][head][token][dim] (or
-    [token][head] where the layout has tokens first). Write only what was granted, before Seal;
-    read under a sequence, a lease with copy_pin or a ticket, or compare `generation(i)` before
-    and after.
+    `slot(b)` is the bytes of a slot; `array(b)` the same as [layer][K or V][head][token][dim] (or
+    [token][head] where the layout has tokens first). `b` is a Placement, of which it is checked
+    that it lies in this memory, or the bare number of a slot. Write only what was granted, before
+    Seal; read under a sequence, a lease with copy_pin or a ticket, or compare `generation(b)`
+    before and after.
     """
 
     def __init__(self, session: "Session", space: Space, group: int, tier: Tier, rank: int,
@@ -85,21 +90,34 @@ class SlotMemory:
             self._generations = _map(descriptors[1], 4 * response.slot_count, False)
         self.space = space
         self.group = group
-        self.tier = tier
+        self.tier = Tier(response.tier)
+        self.public_id = public_id
         self.rank = rank
         self.slot_stride = response.slot_stride
         self.slot_count = response.slot_count
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
         self._numbers = np.frombuffer(self._generations, dtype="<u4")
 
-    def slot(self, slot: int) -> np.ndarray:
+    def _number(self, slot: int | Placement) -> int:
+        if not isinstance(slot, Placement):
+            return int(slot)
+        if slot.slot is None:
+            raise ValueError(f"block {slot.block} has no bytes: it is outside the window")
+        if (slot.tier, slot.space_id) != (self.tier, self.public_id):
+            raise ValueError(
+                f"block {slot.block} lies in {_memory_name(slot.tier, slot.space_id)}, and these "
+                f"are slots of {_memory_name(self.tier, self.public_id)}")
+        return slot.slot
+
+    def slot(self, slot: int | Placement) -> np.ndarray:
         """Bytes of a slot: u8 [slot_stride]."""
+        slot = self._number(slot)
         if not 0 <= slot < self.slot_count:
             raise IndexError(f"slot {slot} of {self.slot_count}")
         first = slot * self.slot_stride
         return self._bytes[first:first + self.slot_stride]
 
-    def populate(self, slot: int) -> None:
+    def populate(self, slot: int | Placement) -> None:
         """Have a granted slot's pages mapped for writing, so that a later write does not stop for
         each. Without the kernel's help (Linux 5.14) they are mapped as they are written."""
         place = self.slot(slot)
@@ -108,11 +126,11 @@ class SlotMemory:
         _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(first + place.size - begin),
                       MADV_POPULATE_WRITE)
 
-    def generation(self, slot: int) -> int:
+    def generation(self, slot: int | Placement) -> int:
         """The slot's generation now; changed: other bytes are there."""
-        return int(self._numbers[slot])
+        return int(self._numbers[self._number(slot)])
 
-    def array(self, slot: int) -> tuple[np.ndarray, np.ndarray | None]:
+    def array(self, slot: int | Placement) -> tuple[np.ndarray, np.ndarray | None]:
         """K and V of a slot as views: [layer][head][token][dim] of this rank's layers and heads,
         or [layer][token][head][dim]. V is None for a latent cache. bf16 comes as its bits, u16;
         tensor() gives torch.bfloat16."""
@@ -137,7 +155,7 @@ class SlotMemory:
         values = flat[:, cut:].view(DTYPES[shape.value_format]).reshape(layers, *order, size_v)
         return keys, values
 
-    def tensor(self, slot: int) -> tuple[Any, Any]:
+    def tensor(self, slot: int | Placement) -> tuple[Any, Any]:
         """array() as torch tensors over the same memory."""
         import torch
 

@@ -18,25 +18,14 @@ from kvkeep import errors
 from kvkeep.client import Client, Space
 from kvkeep.errors import Code, KvkeepError
 from kvkeep.memory import Scratch, SideSocket, SlotMemory
-from kvkeep.shapes import (AttendPlace, ContentSpan, Format, PriorityHint, Tier, Tokens,
+from kvkeep.shapes import (AttendPlace, ContentSpan, Format, Placement, PriorityHint, Tier, Tokens,
                            prompt_message, span_messages, token_bytes)
 from kvkeep.v1 import kvkeep_pb2 as pb
 
-__all__ = ["AttendResult", "Lease", "Placement", "Sequence", "Session", "Swap", "Transfer"]
+__all__ = ["AttendResult", "Lease", "Sequence", "Session", "Swap", "Transfer"]
 
 SLOT_NONE = 0xFFFFFFFF
 PIECE_BYTES = 1 << 20
-
-
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """Where a block's bytes are. `tier` ANY and `slot` None: it has none (outside the window)."""
-
-    block: int  # in the sequence's or lease's table
-    tier: Tier
-    slot: int | None
-    generation: int
-    space_id: int = 0  # whose slot: 0: the space's own; else a public one's, read-only
 
 
 class _Tables:
@@ -179,11 +168,12 @@ class Session:
                 self._side = SideSocket(self._side_path, self._side_token)
             return self._side
 
-    def map_slots(self, space: Space, *, group: int = 0, tier: Tier = Tier.DEVICE,
+    def map_slots(self, space: Space, *, group: int = 0, tier: Tier = Tier.ANY,
                   rank: int | None = None, read_only: bool = False,
                   public_id: int = 0) -> SlotMemory:
-        """Map the slots of a rank's shard (this session's where none is given). `public_id`: those
-        of a public space of this geometry (Placement.space_id) instead, read-only, on the host."""
+        """Map the slots of a rank's shard (this session's where none is given), in the tier where
+        open_sequence() puts blocks, or in that which is named. `public_id`: those of a public space
+        of this geometry (Placement.space_id) instead, read-only, on the host."""
         if public_id != 0:
             tier, read_only = Tier.HOST, True
         return SlotMemory(self, space, group, tier, self.rank if rank is None else rank, read_only,

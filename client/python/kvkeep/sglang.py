@@ -36,8 +36,8 @@ from kvkeep import vllm_identity as naming
 from kvkeep.client import Client, Retry, Space
 from kvkeep.errors import Code, KvkeepError
 from kvkeep.memory import SlotMemory
-from kvkeep.session import Placement, Session
-from kvkeep.shapes import Identity, Layout, LayerGroup, Prompt, Tier
+from kvkeep.session import Session
+from kvkeep.shapes import Identity, Layout, LayerGroup, Placement, Prompt, Tier
 
 __all__ = ["KvkeepStorage"]
 
@@ -272,8 +272,7 @@ class KvkeepStorage(HiCacheStorage):  # type: ignore[misc]
             if known < before:
                 return False
             for row in sequence.blocks()[known:]:
-                assert row.slot is not None
-                place, at = up.memory(row).slot(row.slot), 0
+                place, at = up.memory(row).slot(row), 0
                 for piece in pages[row.block - before]:
                     place[at:at + piece.size] = piece
                     at += piece.size
@@ -343,10 +342,10 @@ def _read(up: _Up, row: Placement, page: list[np.ndarray]) -> bool:
     if row.slot is None:
         return False
     memory = up.memory(row)
-    place, at = memory.slot(row.slot), 0
+    place, at = memory.slot(row), 0
     if sum(piece.size for piece in page) != place.size:
         return False
     for piece in page:
         piece[:] = place[at:at + piece.size]
         at += piece.size
-    return memory.generation(row.slot) == row.generation
+    return memory.generation(row) == row.generation

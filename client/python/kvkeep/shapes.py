@@ -12,8 +12,8 @@ from numpy.typing import ArrayLike
 
 from kvkeep.v1 import kvkeep_pb2 as pb
 
-__all__ = ["Attention", "ContentSpan", "Format", "Identity", "Layout", "LayerGroup", "PrefillCost",
-           "PriorityHint", "Prompt", "Tier", "Tokens", "token_bytes"]
+__all__ = ["Attention", "ContentSpan", "Format", "Identity", "Layout", "LayerGroup", "Placement",
+           "PrefillCost", "PriorityHint", "Prompt", "Tier", "Tokens", "token_bytes"]
 
 Text = Union[str, bytes]
 Tokens = Union[ArrayLike, "Prompt"]
@@ -52,6 +52,17 @@ class Tier(enum.IntEnum):
     DEVICE = pb.TIER_DEVICE
     HOST = pb.TIER_HOST
     DISK = pb.TIER_DISK
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where a block's bytes are. `tier` ANY and `slot` None: it has none (outside the window)."""
+
+    block: int  # in the sequence's or lease's table
+    tier: Tier
+    slot: int | None
+    generation: int
+    space_id: int = 0  # whose slot: 0: the space's own; else a public one's, read-only
 
 
 class AttendPlace(enum.IntEnum):

@@ -16,8 +16,9 @@ import torch
 from kvkeep.client import Client, Retry, Space
 from kvkeep.errors import KvkeepError
 from kvkeep.memory import SlotMemory
-from kvkeep.session import Lease, Placement, Sequence, Session
-from kvkeep.shapes import ContentSpan, Format, Identity, LayerGroup, Prompt, Attention, Tier
+from kvkeep.session import Lease, Sequence, Session
+from kvkeep.shapes import (Attention, ContentSpan, Format, Identity, LayerGroup, Placement, Prompt,
+                           Tier)
 from kvkeep.transformers_plan import Layer
 
 __all__ = ["Groups", "Lost", "Planes", "Store", "Writer"]
@@ -115,10 +116,10 @@ class Store:
                     whole_from = max(whole_from, first + size)
                 elif count > 0:
                     memory = self.memory(space, number, row)
-                    from_keys, from_values = memory.tensor(row.slot)
+                    from_keys, from_values = memory.tensor(row)
                     keys[:, :, first:first + count] = from_keys[:, :, :count]
                     values[:, :, first:first + count] = from_values[:, :, :count]
-                    if memory.generation(row.slot) != row.generation:
+                    if memory.generation(row) != row.generation:
                         raise Lost("a block went away while it was read")
             planes.append((keys, values))
         return Found(lease.tokens, whole_from, planes)
@@ -178,9 +179,8 @@ class Writer:
             low = rows[0].block * size
             keys, values = take(number, low, sequence.length)
             for row in rows:
-                assert row.slot is not None
                 at = row.block * size - low
-                to_keys, to_values = self._store.memory(self._space, number, row).tensor(row.slot)
+                to_keys, to_values = self._store.memory(self._space, number, row).tensor(row)
                 to_keys.copy_(keys[:, :, at:at + size])
                 to_values.copy_(values[:, :, at:at + size])
 

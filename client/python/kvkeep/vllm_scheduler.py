@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence as SequenceOf
 
 from kvkeep.client import Client, Retry, Space
 from kvkeep.errors import Code, KvkeepError
-from kvkeep.session import Lease, Placement, Sequence, Session
-from kvkeep.shapes import ContentSpan, Identity, LayerGroup, PrefillCost, Prompt, Tier
+from kvkeep.session import Lease, Sequence, Session
+from kvkeep.shapes import (ContentSpan, Identity, LayerGroup, Placement, PrefillCost, Prompt,
+                           Tier)
 from kvkeep.vllm_identity import Adapter, Adapters, Facts, canonical, digest
 from kvkeep.vllm_orders import Copy, Endpoint, Orders, Report, Settings
 
