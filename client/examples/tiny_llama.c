@@ -24,9 +24,9 @@
 enum {
     LAYERS = 3,
     WIDTH = 64,
-    QUERY_HEADS = 8,
+    QUERY_HEADS = 4,
     KV_HEADS = 2,
-    HEAD_SIZE = 16,
+    HEAD_SIZE = 32,
     HIDDEN = 128,
     VOCABULARY = 320,
     BLOCK_TOKENS = 8,
@@ -852,7 +852,10 @@ static bool settings_parse(struct settings *settings, int argc, char **argv)
         } else if (option == 'p') {
             settings->partial = true;
         } else if (option == 'd' && strcmp(optarg, "int8_channel") == 0) {
-            settings->disk_format = KVK_FORMAT_INT8_CHANNEL; /* those that HEAD_SIZE fits */
+            settings->disk_format = KVK_FORMAT_INT8_CHANNEL;
+            tie_margin = 0.1F;
+        } else if (option == 'd' && strcmp(optarg, "int8_32") == 0) {
+            settings->disk_format = KVK_FORMAT_INT8_32;
             tie_margin = 0.1F;
         } else if (option == 'd' && strcmp(optarg, "fp8_e4m3") == 0) {
             settings->disk_format = KVK_FORMAT_FP8_E4M3;
@@ -872,7 +875,7 @@ int main(int argc, char **argv)
     if (!settings_parse(&settings, argc, argv)) {
         (void)fprintf(
             stderr, "usage: tiny_llama [--connect unix:PATH] [--prompts N] [--seed N] [--partial]\n"
-                    "                  [--disk-format int8_channel|fp8_e4m3]\n"
+                    "                  [--disk-format int8_channel|int8_32|fp8_e4m3]\n"
                     "Generates every prompt with and without kvkeepd and compares the tokens.\n"
                     "--partial: hits may end within a block.\n"
                     "Exit code: 0 they agree, 1 they do not or the daemon failed, 2 usage.\n");

@@ -7,7 +7,7 @@ set -uo pipefail
 
 folder=$(mktemp -d /tmp/kvkeep-test.XXXXXX)
 printf '%s\n' '[server]' "unix_path = $folder/kvkeep.sock" \
-    '[tiers]' 'device_bytes = 512 KiB' 'host_bytes = 16 MiB' \
+    '[tiers]' 'device_bytes = 1 MiB' 'host_bytes = 32 MiB' \
     '[device]' "kind = ${KVKEEP_TEST_DEVICE:-cuda}" 'required = yes' >"$folder/kvkeepd.conf"
 "$1" --config "$folder/kvkeepd.conf" &
 daemon=$!

@@ -260,8 +260,8 @@ def test_a_compact_host_tier_needs_a_device(start):
 
 LITTLE_MEMORY = """
 [tiers]
-device_bytes = 320 KiB
-host_bytes = 192 KiB
+device_bytes = 640 KiB
+host_bytes = 384 KiB
 huge_pages = no
 [durable]
 folder = {folder}
@@ -271,7 +271,7 @@ keeper = no
 """
 
 
-@pytest.mark.parametrize("name", ["int8_channel", "fp8_e4m3"])
+@pytest.mark.parametrize("name", ["int8_channel", "int8_32", "fp8_e4m3"])
 def test_two_paths(folder, name):
     place = os.path.join(folder, "0")
     os.mkdir(place)
