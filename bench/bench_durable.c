@@ -1,7 +1,8 @@
 /*
  * What blocks on disk cost those that are served from memory: the same requests against one engine
  * with a disk tier that writes all it is given, and one without, in turns. The rate of the requests
- * (open with look-up, write, seal, close) and how long opening takes, which is where room is made.
+ * (open with look-up, write, seal, close), how much of them is found in the cache, and how long
+ * opening takes, which is where room is made.
  *
  *     bench_durable [--json] [--folder PATH] [--seconds N] [--block-kib N] [--admit N]
  *                   [--full | --catalogue] [--pairs N]
@@ -38,6 +39,7 @@
 
 #define PAIRS 5
 #define PAIRS_MAX 101
+#define WARM_SECONDS 6 /* of each engine, at least: after 10 of both eviction has learned */
 #define FULL_BLOCK_KIB 2048
 #define FULL_HOST_REQUESTS 64
 #define FIO_BYTES (UINT64_C(512) << 20)
@@ -61,9 +63,10 @@ struct engine {
     uint64_t space_id, session_id;
     uint64_t block_bytes;
     uint8_t *bytes;
-    uint32_t next; /* first token of the next new prompt */
-    bool fresh;    /* every prompt is new */
-    double pace_s; /* between the beginnings of two requests; 0: as fast as they go */
+    uint32_t next;       /* first token of the next new prompt */
+    uint64_t hit_tokens; /* of all requests */
+    bool fresh;          /* every prompt is new */
+    double pace_s;       /* between the beginnings of two requests; 0: as fast as they go */
     uint32_t changes;
     uint64_t spaces[SPACES_MAX]; /* [space_count] that the changes opened */
     uint32_t space_count;
@@ -215,6 +218,7 @@ static double request_run(struct engine *engine)
         give_up("open", &engine->error);
     }
     double took = kvk_report_seconds() - began;
+    engine->hit_tokens += reply.cached_tokens;
     for (uint64_t b = reply.cached_tokens / BLOCK_TOKENS; b < BLOCKS; b++) {
         struct kvk_write_piece piece = {
             .block = b, .data = engine->bytes, .size_bytes = engine->block_bytes};
@@ -255,11 +259,14 @@ static double processor_seconds(void)
 }
 
 /* Requests for so long: their rate, and that by the processor time that they took, which leaves out
- * what this thread waited for a lock or a processor; and the 99th percentile of opening, in
- * microseconds. */
-static double measure(struct engine *engine, double seconds, double *p99_us, double *run_rate)
+ * what this thread waited for a lock or a processor; the 99th percentile of opening, in
+ * microseconds; and how many tokens one of them found in the cache, for what is found is not
+ * written again: where less is found the rate falls, too. */
+static double measure(struct engine *engine, double seconds, double *p99_us, double *run_rate,
+                      double *hit_tokens)
 {
     uint32_t count = 0;
+    uint64_t hit_before = engine->hit_tokens;
     double began = kvk_report_seconds();
     double ran = processor_seconds();
     while (kvk_report_seconds() - began < seconds && count < SAMPLES_MAX) {
@@ -271,6 +278,7 @@ static double measure(struct engine *engine, double seconds, double *p99_us, dou
     }
     double rate = count / (kvk_report_seconds() - began);
     *run_rate = count / (processor_seconds() - ran);
+    *hit_tokens = (double)(engine->hit_tokens - hit_before) / count;
     qsort(samples, count, sizeof samples[0], compare);
     *p99_us = samples[(uint64_t)count * 99 / 100] * 1e6;
     return rate;
@@ -403,6 +411,7 @@ static void options_read(struct options *options, struct kvk_report *report, int
 struct figures {
     double rates[2][PAIRS_MAX], p99[2][PAIRS_MAX]; /* [with a folder] */
     double run_rates[2][PAIRS_MAX];                /* by processor time */
+    double hit_tokens[2][PAIRS_MAX];               /* of a request */
     double rate_ratios[PAIRS_MAX], run_ratios[PAIRS_MAX], p99_ratios[PAIRS_MAX];
     double write_rates[PAIRS_MAX]; /* bytes per second, while the requests ran */
     double fio_rates[PAIRS_MAX];
@@ -419,14 +428,16 @@ static void pairs_run(const struct options *options, struct engine engines[2],
     }
     for (int pair = -1; pair < (int)options->pairs; pair++) { /* the first warms up */
         int at = pair < 0 ? 0 : pair;
+        double seconds =
+            pair < 0 && options->seconds < WARM_SECONDS ? WARM_SECONDS : options->seconds;
         for (int durable = 0; durable < 2; durable++) {
             struct engine *engine = &engines[durable];
             double before = written_bytes(engine);
             double began = kvk_report_seconds();
             changer_turn(&changer, engine);
             figures->rates[durable][at] =
-                measure(engine, options->seconds, &figures->p99[durable][at],
-                        &figures->run_rates[durable][at]);
+                measure(engine, seconds, &figures->p99[durable][at],
+                        &figures->run_rates[durable][at], &figures->hit_tokens[durable][at]);
             changer_turn(&changer, NULL);
             figures->write_rates[at] =
                 (written_bytes(engine) - before) / (kvk_report_seconds() - began);
@@ -457,6 +468,9 @@ static void report_fill(const struct options *options, struct figures *figures,
                      kvk_report_median(figures->rate_ratios, pairs), "x");
     kvk_report_value(report, "the same by their own processor time",
                      kvk_report_median(figures->run_ratios, pairs), "x");
+    kvk_report_ratio(report, "tokens found by a request",
+                     kvk_report_median(figures->hit_tokens[1], pairs), "",
+                     kvk_report_median(figures->hit_tokens[0], pairs));
     kvk_report_ratio(report, "open_p99", kvk_report_median(figures->p99[1], pairs), "us",
                      kvk_report_median(figures->p99[0], pairs));
     kvk_report_value(report, "open_p99, ratio of pairs, median",
