@@ -237,7 +237,7 @@ static void lane_free(struct kvk_remote_lane *lane)
 {
     for (uint32_t i = 0; i < lane->node_count; i++) {
         for (uint32_t k = 0; k < KVK_REMOTE_CONNECTIONS_MAX; k++) {
-            free(lane->nodes[i]->connections[k].output);
+            kvk_remote_output_free(&lane->nodes[i]->connections[k]);
         }
         free(lane->nodes[i]);
     }

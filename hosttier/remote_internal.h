@@ -34,6 +34,7 @@
 #define KVK_REMOTE_OUTPUT_HIGH                                                                     \
     (512U << 10) /* bytes waiting to be written that stop new requests                             \
                   */
+#define KVK_REMOTE_OUTPUT_ENOUGH (128U << 10) /* are written at once: they are in the cache */
 #define KVK_REMOTE_READ_SIZE (256U << 10)
 #define KVK_REMOTE_COMMAND_SIZE 256 /* of a command without its value */
 
@@ -71,6 +72,7 @@ struct kvk_remote_reply {
 };
 
 extern redisReplyObjectFunctions kvk_remote_reply_functions;
+extern struct kvk_remote_reply kvk_remote_reply_value; /* stands for one that was seen already */
 void kvk_remote_reply_free(void *reply);
 
 /* ---- Requests ---- */
@@ -92,6 +94,7 @@ struct kvk_remote_request {
     uint8_t redirect_count;
     uint8_t repeat_count;
     bool asking;  /* ASKING goes ahead of it, and is answered first */
+    bool value;   /* its answer is a whole value, if it is there: remote_input.c takes it */
     bool decoded; /* its value was seen, and is `result` */
     enum kvk_remote_result result;
     uint32_t block;
@@ -128,6 +131,25 @@ enum kvk_remote_connection_state {
 struct kvk_remote_lane;
 struct kvk_remote_node;
 
+/* Bytes that are sent from where they lie. */
+struct kvk_remote_lent {
+    const struct kvk_remote_request *request; /* NULL: a copy is sent, `copy` */
+    const uint8_t *memory;                    /* [size], the batch's */
+    uint8_t *copy;
+    size_t size;
+    size_t at; /* goes before this byte of the buffer */
+};
+
+#define KVK_REMOTE_LENT_MAX 64U
+
+struct kvk_remote_output {
+    uint8_t *bytes; /* [capacity]; written up to `done`, filled up to `size` */
+    size_t size, done, capacity;
+    struct kvk_remote_lent lent[KVK_REMOTE_LENT_MAX]; /* a ring */
+    uint32_t lent_first, lent_count;
+    size_t lent_bytes;
+};
+
 struct kvk_remote_connection {
     struct kvk_remote_node *node;
     enum kvk_remote_connection_state state;
@@ -135,12 +157,18 @@ struct kvk_remote_connection {
     SSL *tls;
     redisReader *reader;
     struct kvk_remote_list sent; /* in the order of their answers */
-    uint8_t *output;
-    size_t output_size, output_done, output_capacity;
+    struct kvk_remote_output output;
+    struct kvk_remote_crypt *crypt;     /* of the value that arrives */
+    struct kvk_remote_arrival *arrival; /* one at a time */
+    bool mid_reply, in_value;           /* where it is in its answers (remote_input.c) */
+    uint8_t value_end;                  /* of the two bytes behind a value */
+    uint8_t line_size;
+    char line[16];        /* [line_size], of one that may begin a value */
     uint64_t progress_ns; /* when it last got on */
     uint64_t retry_ns;    /* CLOSED: not before */
     bool wants_write;     /* as epoll knows it */
     bool unread;          /* bytes may be left in the TLS layer */
+    bool doomed;          /* nothing is written any more: the next tick closes it */
     bool full;            /* its pipeline was, and is more than half so: requests go in groups */
 };
 
@@ -149,7 +177,21 @@ void kvk_remote_connection_open(struct kvk_remote_connection *connection); /* be
 void kvk_remote_connection_close(struct kvk_remote_connection *connection, bool failed,
                                  const char *reason);
 void kvk_remote_connection_event(struct kvk_remote_connection *connection, uint32_t events);
+void kvk_remote_connection_watch(struct kvk_remote_connection *connection, int how, bool write);
+
+/* In (remote_input.c): read what is there, and take it. */
+void kvk_remote_connection_read(struct kvk_remote_connection *connection);
+
+/* Out (remote_output.c). */
 void kvk_remote_connection_flush(struct kvk_remote_connection *connection);
+/* Are so many bytes waiting, and not for the socket? */
+bool kvk_remote_output_waits(const struct kvk_remote_connection *connection, size_t size_min);
+/* The payloads of this request, or of all whose batch has ended (NULL), may go away now: what is
+ * not written of them is copied. Without memory for that the connection is doomed. */
+void kvk_remote_connection_keep(struct kvk_remote_connection *connection,
+                                const struct kvk_remote_request *request);
+void kvk_remote_output_clear(struct kvk_remote_connection *connection);
+void kvk_remote_output_free(struct kvk_remote_connection *connection);
 bool kvk_remote_connection_takes(const struct kvk_remote_connection *connection);
 /* Put a request of ours (AUTH, PING, MAP) or a block's on the wire; false: no memory. */
 bool kvk_remote_connection_send(struct kvk_remote_connection *connection,
@@ -293,6 +335,8 @@ void kvk_remote_say(struct kvk_remote *remote, const char *format, ...) KVK_PRIN
 void kvk_remote_resolve(struct kvk_remote *remote, struct kvk_remote_node *node);
 
 /* TLS (remote_tls.c). */
+/* What came of a call: 1 goes on, 0 waits, -1 is over. `want_write`: what it waits for. */
+int kvk_remote_tls_outcome(SSL *tls, int result, bool *want_write);
 KVK_CHECKED enum kvk_status kvk_remote_tls_create(const struct kvk_remote_options *options,
                                                   SSL_CTX **context, struct kvk_error *error);
 SSL *kvk_remote_tls_connect(struct kvk_remote *remote, const struct kvk_remote_address *address,

@@ -146,6 +146,16 @@ static void part_done(struct kvk_remote_lane *lane, struct kvk_remote_batch *bat
     }
 }
 
+/* What an ended batch lent to connections that are still sending it. */
+static void payloads_keep(struct kvk_remote_lane *lane)
+{
+    for (uint32_t i = 0; i < lane->node_count; i++) {
+        for (uint32_t k = 0; k < KVK_REMOTE_CONNECTIONS_MAX; k++) {
+            kvk_remote_connection_keep(&lane->nodes[i]->connections[k], NULL);
+        }
+    }
+}
+
 /* A batch ends before its requests: they are orphans, and nothing of it is touched any more. */
 static void batch_end(struct kvk_remote_lane *lane, struct kvk_remote_batch *batch,
                       enum kvk_remote_result result)
@@ -160,6 +170,7 @@ static void batch_end(struct kvk_remote_lane *lane, struct kvk_remote_batch *bat
         list_purge(lane, &lane->nodes[i]->queue);
     }
     list_purge(lane, &lane->repeats);
+    payloads_keep(lane);
     for (uint32_t i = 0; i < batch->block_count; i++) {
         struct kvk_remote_block *block = &batch->blocks[i];
         if (block->part_left > 0 && block->result == KVK_REMOTE_PENDING) {

@@ -75,7 +75,7 @@ static struct kvk_remote_node *node_room(struct kvk_remote_lane *lane)
         struct kvk_remote_node *node = lane->nodes[i];
         if (!node->seed && !node->in_map && node_idle(node) && !node_resolving(node)) {
             for (uint32_t k = 0; k < KVK_REMOTE_CONNECTIONS_MAX; k++) {
-                free(node->connections[k].output);
+                kvk_remote_output_free(&node->connections[k]);
             }
             memset(node, 0, sizeof(*node));
             return node;
@@ -213,11 +213,13 @@ void kvk_remote_node_pump(struct kvk_remote_node *node)
             kvk_remote_request_give(node->lane, request);
         } else if (!kvk_remote_connection_send(connection, request)) {
             kvk_remote_request_done(node->lane, request, KVK_REMOTE_UNAVAILABLE);
+        } else if (kvk_remote_output_waits(connection, KVK_REMOTE_OUTPUT_ENOUGH)) {
+            kvk_remote_connection_flush(connection);
         }
     }
     for (uint32_t i = 0; i < KVK_REMOTE_CONNECTIONS_MAX; i++) {
         struct kvk_remote_connection *connection = &node->connections[i];
-        if (connection->output_size > connection->output_done && !connection->wants_write) {
+        if (kvk_remote_output_waits(connection, 1)) {
             kvk_remote_connection_flush(connection);
         }
     }
@@ -391,6 +393,10 @@ static void connection_tick(struct kvk_remote_connection *connection, uint64_t n
     struct kvk_remote *remote = connection->node->lane->remote;
     uint64_t timeout_ns = remote->options.node_timeout_ms * KVK_NS_PER_MS;
     uint64_t since = connection->progress_ns;
+    if (connection->doomed) {
+        kvk_remote_connection_close(connection, true, "no memory for what is sent to it");
+        return;
+    }
     if (connection->state == KVK_REMOTE_READY) {
         if (connection->sent.count == 0) {
             return;

@@ -1,15 +1,14 @@
 /*
- * Replies as hiredis' reader makes them: a value that a FETCH waits for is proven where it lies in
- * the reader's buffer and put where it belongs, without a copy in between; all else is a small
- * bounded tree. A reply that is larger than any we ask for ends its connection.
+ * Replies as hiredis' reader makes them: a header or a journal is looked at where it lies in the
+ * reader's buffer; all else is a small bounded tree. A reply that is larger than any we ask for
+ * ends its connection. Values that a FETCH waits for are not the reader's (remote_input.c).
  */
 #include "hosttier/remote_internal.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* The one of a value that was seen already. */
-static struct kvk_remote_reply value_seen = {.type = REDIS_REPLY_STRING};
+struct kvk_remote_reply kvk_remote_reply_value = {.type = REDIS_REPLY_STRING};
 
 static void *attach(const redisReadTask *task, struct kvk_remote_reply *reply)
 {
@@ -61,17 +60,12 @@ static void *create_string(const redisReadTask *task, char *text, size_t size)
             request->result = KVK_REMOTE_DEADLINE;
         } else if (size == 0) {
             request->result = KVK_REMOTE_ABSENT; /* GETRANGE of nothing */
-        } else if (request->batch->operation == KVK_REMOTE_FETCH) {
-            const struct kvk_remote_block *block = &request->batch->blocks[request->block];
-            request->result = kvk_remote_value_decode(&request->want, connection->node->lane->crypt,
-                                                      (const uint8_t *)text, size, block->pieces,
-                                                      block->piece_count);
         } else if (request->batch->operation == KVK_REMOTE_TAIL) {
             request->result = tail_take(&request->batch->blocks[request->block], text, size);
         } else {
             request->result = kvk_remote_header_check(&request->want, (const uint8_t *)text, size);
         }
-        return &value_seen;
+        return &kvk_remote_reply_value;
     }
     if (size > KVK_REMOTE_REPLY_TEXT_MAX) {
         size = KVK_REMOTE_REPLY_TEXT_MAX;
@@ -114,7 +108,7 @@ static void *create_nil(const redisReadTask *task)
 void kvk_remote_reply_free(void *reply) // NOLINT(misc-no-recursion)
 {
     struct kvk_remote_reply *made = reply;
-    if (made == NULL || made == &value_seen) {
+    if (made == NULL || made == &kvk_remote_reply_value) {
         return;
     }
     for (size_t i = 0; i < made->element_count; i++) {

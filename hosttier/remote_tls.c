@@ -77,3 +77,14 @@ SSL *kvk_remote_tls_connect(struct kvk_remote *remote, const struct kvk_remote_a
     SSL_set_connect_state(tls);
     return tls;
 }
+
+int kvk_remote_tls_outcome(SSL *tls, int result, bool *want_write)
+{
+    int kind = SSL_get_error(tls, result);
+    *want_write = kind == SSL_ERROR_WANT_WRITE;
+    ERR_clear_error();
+    if (result > 0) {
+        return 1;
+    }
+    return kind == SSL_ERROR_WANT_READ || kind == SSL_ERROR_WANT_WRITE ? 0 : -1;
+}

@@ -25,7 +25,9 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/uio.h>
 
+#include "base/copy.h"
 #include "base/status.h"
 
 #define KVK_REMOTE_SECRET_SIZE 32 /* of a tenant; the same in all daemons that share */
@@ -133,21 +135,82 @@ void kvk_remote_want_init(struct kvk_remote_want *want, struct kvk_remote_crypt 
 /* Bytes of a part's payload; its value is KVK_REMOTE_HEADER_SIZE more. */
 uint32_t kvk_remote_payload_bytes(const struct kvk_remote_space *space, uint32_t part);
 
-/* Write header and payload of a part to `target`, which has room for both. */
-void kvk_remote_value_encode(const struct kvk_remote_want *want, struct kvk_remote_crypt *crypt,
-                             const struct kvk_remote_piece *pieces, uint32_t piece_count,
-                             uint8_t *target);
+/* ---- Where a part's bytes lie in the block's memory ---- */
+
+struct kvk_remote_place {
+    const struct kvk_remote_piece *pieces; /* [count], borrowed */
+    uint32_t count, index;
+    uint64_t offset; /* in the piece */
+    uint64_t left;   /* of the part */
+};
+
+void kvk_remote_place_init(struct kvk_remote_place *place, const struct kvk_remote_want *want,
+                           const struct kvk_remote_piece *pieces, uint32_t count);
+
+/* The next run of memory, size_max at most, or false at the part's end. */
+bool kvk_remote_place_next(struct kvk_remote_place *place, size_t size_max, uint8_t **memory,
+                           size_t *size);
+
+/* ---- Out ---- */
+
+/*
+ * Seal a part: write its header, and its payload to `payload`, encrypted where the space asks for
+ * it. NULL: the payload is sent from where it lies, which is for spaces that do not encrypt; should
+ * it change until it is sent, nobody will believe the value.
+ */
+void kvk_remote_value_seal(const struct kvk_remote_want *want, struct kvk_remote_crypt *crypt,
+                           const struct kvk_remote_piece *pieces, uint32_t piece_count,
+                           uint8_t *header, uint8_t *payload);
+
+/* ---- In ---- */
 
 /* Is this header the wanted one's, as far as it alone can tell? `size` is of the header's bytes
  * that came: less than all of them is KVK_REMOTE_TRUNCATED or _NOT_OURS. */
 enum kvk_remote_result kvk_remote_header_check(const struct kvk_remote_want *want,
                                                const uint8_t *header, size_t size);
 
-/* Prove a value and put its payload where it belongs. KVK_REMOTE_HIT, or a miss, after which the
- * part's memory holds anything. */
-enum kvk_remote_result kvk_remote_value_decode(const struct kvk_remote_want *want,
-                                               struct kvk_remote_crypt *crypt, const uint8_t *value,
-                                               size_t size, const struct kvk_remote_piece *pieces,
-                                               uint32_t piece_count);
+/*
+ * A value that arrives, in whatever pieces the network makes of it. What of it may be the payload
+ * goes straight to its place in the block's memory; there, or on the way there, it is hashed and
+ * decrypted while it is in the cache. Nothing is believed before the end: until then, and where
+ * that is no HIT, the part's memory holds anything. A payload whose header is not the wanted one's
+ * goes nowhere, and the memory is not touched.
+ */
+struct kvk_remote_arrival {
+    struct kvk_checksum_state checksum;
+    const struct kvk_remote_want *want; /* borrowed; NULL: abandoned */
+    struct kvk_remote_crypt *crypt;     /* borrowed, its cipher its own from begin to end */
+    struct kvk_remote_place place;
+    size_t size, done;             /* of the value */
+    enum kvk_remote_result framed; /* HIT: as long as it says of itself, the checksum counts */
+    enum kvk_remote_result wanted; /* HIT: its header is the wanted one's, the payload is placed */
+    uint8_t header[KVK_REMOTE_HEADER_SIZE];
+};
+
+void kvk_remote_arrival_begin(struct kvk_remote_arrival *arrival,
+                              const struct kvk_remote_want *want, struct kvk_remote_crypt *crypt,
+                              const struct kvk_remote_piece *pieces, uint32_t piece_count,
+                              size_t size);
+
+/* Some bytes came elsewhere, the value's next ones first: how many of them are its own. */
+size_t kvk_remote_arrival_take(struct kvk_remote_arrival *arrival, const uint8_t *bytes,
+                               size_t size);
+
+/* Where its next bytes may be put, for kvk_remote_arrival_came() to be told of them: so many runs
+ * of `rooms` [room_max], together size_max at most. 0: they must come by way of _take(). */
+uint32_t kvk_remote_arrival_rooms(const struct kvk_remote_arrival *arrival, size_t size_max,
+                                  struct iovec *rooms, uint32_t room_max);
+void kvk_remote_arrival_came(struct kvk_remote_arrival *arrival, size_t size);
+
+/* Nobody waits for it any more: its want and its memory are not touched again. */
+void kvk_remote_arrival_abandon(struct kvk_remote_arrival *arrival);
+
+static inline bool kvk_remote_arrival_whole(const struct kvk_remote_arrival *arrival)
+{
+    return arrival->done == arrival->size;
+}
+
+/* What it was, all of it here: KVK_REMOTE_HIT, or a miss; KVK_REMOTE_DEADLINE if abandoned. */
+enum kvk_remote_result kvk_remote_arrival_end(struct kvk_remote_arrival *arrival);
 
 #endif

@@ -184,7 +184,7 @@ static void scribble(uint64_t number, uint64_t from, size_t size, size_t flip)
     client_fill(memory, BLOCK_BYTES, from);
     memset(value, 0, sizeof(value));
     kvk_remote_want_init(&want, house.crypt, &house.space, &id, 0);
-    kvk_remote_value_encode(&want, house.crypt, &piece, 1, value);
+    kvk_remote_value_seal(&want, house.crypt, &piece, 1, value, value + KVK_REMOTE_HEADER_SIZE);
     value[flip] ^= 1;
     (void)snprintf(path, sizeof(path), "%s/value", house.folder);
     FILE *file = fopen(path, "w");

@@ -31,6 +31,44 @@ static const struct kvk_remote_space_options usual = {
 
 static const struct kvk_remote_id id = {{10, 11}, {12, 13}};
 
+static struct kvk_random cuts = {{1, 2, 3, 4}};
+
+/* A value comes as the network likes: some of it elsewhere, some right into its place. */
+static enum kvk_remote_result value_read(const struct kvk_remote_want *want,
+                                         struct kvk_remote_crypt *crypt, const uint8_t *value,
+                                         size_t size, const struct kvk_remote_piece *pieces,
+                                         uint32_t count)
+{
+    static struct kvk_remote_arrival arrival;
+    if (size == 0) {
+        return KVK_REMOTE_NOT_OURS; /* whoever reads the network calls it absent */
+    }
+    kvk_remote_arrival_begin(&arrival, want, crypt, pieces, count, size);
+    size_t step_max = (size_t)kvk_random_between(&cuts, 1, size);
+    for (size_t at = 0; at < size;) {
+        size_t step = (size_t)kvk_random_between(&cuts, 1, step_max);
+        struct iovec rooms[3];
+        uint32_t room_count = kvk_remote_arrival_rooms(&arrival, step, rooms, 3);
+        size_t placed = 0;
+        if (room_count > 0 && kvk_random_chance(&cuts, 0.5)) {
+            for (uint32_t i = 0; i < room_count; i++) {
+                memcpy(rooms[i].iov_base, value + at + placed, rooms[i].iov_len);
+                placed += rooms[i].iov_len;
+            }
+            cr_assert_leq(placed, step);
+            kvk_remote_arrival_came(&arrival, placed);
+        }
+        if (placed == 0) {
+            /* What follows it is not its own. */
+            placed = kvk_remote_arrival_take(&arrival, value + at, step);
+            cr_assert_eq(placed, step < size - at ? step : size - at);
+        }
+        at += placed;
+        cr_assert_eq(kvk_remote_arrival_whole(&arrival), at == size);
+    }
+    return kvk_remote_arrival_end(&arrival);
+}
+
 /* One side of the exchange: a space and what it wants of it. */
 struct side {
     struct kvk_remote_crypt *crypt;
@@ -61,7 +99,8 @@ static void write_usual(const struct kvk_remote_space_options *options, uint8_t 
     struct side writer;
     side_init(&writer, options, &id, 0);
     struct kvk_remote_piece piece = {bytes, BLOCK_BYTES};
-    kvk_remote_value_encode(&writer.want, writer.crypt, &piece, 1, value);
+    kvk_remote_value_seal(&writer.want, writer.crypt, &piece, 1, value,
+                          value + KVK_REMOTE_HEADER_SIZE);
     side_finish(&writer);
 }
 
@@ -72,8 +111,7 @@ static enum kvk_remote_result read_as(const struct kvk_remote_space_options *opt
     struct side reader;
     side_init(&reader, options, of, 0);
     struct kvk_remote_piece piece = {bytes, BLOCK_BYTES};
-    enum kvk_remote_result result =
-        kvk_remote_value_decode(&reader.want, reader.crypt, value, size, &piece, 1);
+    enum kvk_remote_result result = value_read(&reader.want, reader.crypt, value, size, &piece, 1);
     side_finish(&reader);
     return result;
 }
@@ -160,7 +198,7 @@ static void forge(uint8_t *value, size_t size)
     cr_assert_eq(size, VALUE_BYTES);
     memset(payload, 0x66, sizeof(payload));
     struct kvk_remote_piece piece = {payload, BLOCK_BYTES};
-    kvk_remote_value_encode(&mine.want, mine.crypt, &piece, 1, value);
+    kvk_remote_value_seal(&mine.want, mine.crypt, &piece, 1, value, value + KVK_REMOTE_HEADER_SIZE);
     side_finish(&mine);
 }
 
@@ -189,6 +227,73 @@ Test(remote_value, half_written_is_a_miss_at_any_length)
     /* The right length, but the rest never came. */
     memset(value + VALUE_BYTES / 2, 0, VALUE_BYTES / 2);
     cr_assert_eq(read_as(&usual, &id, value, VALUE_BYTES, back), KVK_REMOTE_DAMAGED);
+}
+
+/* Sealed where it lies, it is the same value. */
+Test(remote_value, a_payload_may_be_sent_from_where_it_lies)
+{
+    uint8_t bytes[BLOCK_BYTES];
+    uint8_t back[BLOCK_BYTES];
+    uint8_t value[VALUE_BYTES];
+    struct side writer;
+    fill(bytes, sizeof(bytes), 6);
+    side_init(&writer, &usual, &id, 0);
+    struct kvk_remote_piece pieces[] = {{bytes, 333}, {bytes + 333, BLOCK_BYTES - 333}};
+    kvk_remote_value_seal(&writer.want, writer.crypt, pieces, 2, value, NULL);
+    memcpy(value + KVK_REMOTE_HEADER_SIZE, bytes, sizeof(bytes));
+    side_finish(&writer);
+    cr_assert_eq(read_as(&usual, &id, value, sizeof(value), back), KVK_REMOTE_HIT);
+    cr_assert_arr_eq(back, bytes, sizeof(bytes));
+    bytes[BLOCK_BYTES / 2] ^= 1; /* it changed before it was sent */
+    memcpy(value + KVK_REMOTE_HEADER_SIZE, bytes, sizeof(bytes));
+    cr_assert_eq(read_as(&usual, &id, value, sizeof(value), back), KVK_REMOTE_DAMAGED);
+}
+
+Test(remote_value, what_is_not_wanted_touches_no_memory)
+{
+    uint8_t bytes[BLOCK_BYTES];
+    uint8_t back[BLOCK_BYTES];
+    uint8_t before[BLOCK_BYTES];
+    uint8_t value[VALUE_BYTES];
+    struct kvk_remote_space_options options = usual;
+    fill(bytes, sizeof(bytes), 7);
+    fill(back, sizeof(back), 8);
+    memcpy(before, back, sizeof(back));
+    write_usual(&usual, bytes, value);
+    options.generation = 4;
+    for (int i = 0; i < 50; i++) {
+        cr_assert_eq(read_as(&options, &id, value, sizeof(value), back), KVK_REMOTE_GENERATION);
+        cr_assert_eq(read_as(&usual, &id, value, sizeof(value) - 1, back), KVK_REMOTE_TRUNCATED);
+        cr_assert_arr_eq(back, before, sizeof(back));
+    }
+}
+
+Test(remote_value, an_abandoned_value_touches_no_memory)
+{
+    static struct kvk_remote_arrival arrival;
+    uint8_t bytes[BLOCK_BYTES];
+    uint8_t back[BLOCK_BYTES];
+    uint8_t before[BLOCK_BYTES];
+    uint8_t value[VALUE_BYTES];
+    struct iovec room;
+    fill(bytes, sizeof(bytes), 9);
+    write_usual(&usual, bytes, value);
+    for (size_t at = 0; at <= VALUE_BYTES; at += at < 200 ? 1 : 97) {
+        struct side reader;
+        struct kvk_remote_piece piece = {back, BLOCK_BYTES};
+        side_init(&reader, &usual, &id, 0);
+        kvk_remote_arrival_begin(&arrival, &reader.want, reader.crypt, &piece, 1, sizeof(value));
+        cr_assert_eq(kvk_remote_arrival_take(&arrival, value, at), at);
+        kvk_remote_arrival_abandon(&arrival);
+        fill(back, sizeof(back), at);
+        memcpy(before, back, sizeof(back));
+        memset(&reader.want, 0xff, sizeof(reader.want));
+        cr_assert_eq(kvk_remote_arrival_rooms(&arrival, BLOCK_BYTES, &room, 1), 0);
+        cr_assert_eq(kvk_remote_arrival_take(&arrival, value + at, VALUE_BYTES), VALUE_BYTES - at);
+        cr_assert_eq(kvk_remote_arrival_end(&arrival), KVK_REMOTE_DEADLINE);
+        cr_assert_arr_eq(back, before, sizeof(back));
+        side_finish(&reader);
+    }
 }
 
 Test(remote_value, any_flipped_bit_is_a_miss)
@@ -254,10 +359,11 @@ Test(remote_value, parts_and_pieces_cut_a_block_anywhere)
             uint32_t size = kvk_remote_payload_bytes(&side.space, part);
             cr_assert(size > 0 && size <= KVK_REMOTE_PAYLOAD_MAX);
             sum += size;
-            kvk_remote_value_encode(&side.want, side.crypt, from, 3, value);
-            cr_assert_eq(kvk_remote_value_decode(&side.want, side.crypt, value,
-                                                 size + KVK_REMOTE_HEADER_SIZE, to, 3),
-                         KVK_REMOTE_HIT);
+            kvk_remote_value_seal(&side.want, side.crypt, from, 3, value,
+                                  value + KVK_REMOTE_HEADER_SIZE);
+            cr_assert_eq(
+                value_read(&side.want, side.crypt, value, size + KVK_REMOTE_HEADER_SIZE, to, 3),
+                KVK_REMOTE_HIT);
         }
         cr_assert_eq(sum, sizes[i]);
         cr_assert_arr_eq(back, bytes, sizes[i]);
@@ -277,10 +383,10 @@ Test(remote_value, parts_do_not_stand_for_one_another)
     side_init(&second, &options, &id, 1);
     cr_assert_neq(memcmp(first.want.hash, second.want.hash, KVK_REMOTE_KEY_SIZE), 0);
     struct kvk_remote_piece piece = {bytes, options.block_bytes};
-    kvk_remote_value_encode(&first.want, first.crypt, &piece, 1, value);
-    cr_assert_eq(
-        kvk_remote_value_decode(&second.want, second.crypt, value, sizeof(value), &piece, 1),
-        KVK_REMOTE_OTHER_KEY);
+    kvk_remote_value_seal(&first.want, first.crypt, &piece, 1, value,
+                          value + KVK_REMOTE_HEADER_SIZE);
+    cr_assert_eq(value_read(&second.want, second.crypt, value, sizeof(value), &piece, 1),
+                 KVK_REMOTE_OTHER_KEY);
     side_finish(&first);
     side_finish(&second);
 }
