@@ -35,7 +35,7 @@ void kvk_remote_arrival_abandon(struct kvk_remote_arrival *arrival)
 static enum kvk_remote_result header_frames(const uint8_t *header, size_t size)
 {
     if (size < KVK_REMOTE_AT_FLAGS ||
-        memcmp(header, KVK_REMOTE_MAGIC, KVK_REMOTE_MAGIC_SIZE) != 0) {
+        memcmp(header, kvk_remote_magic, sizeof(kvk_remote_magic)) != 0) {
         return KVK_REMOTE_NOT_OURS;
     }
     if (kvk_load_le16(header + KVK_REMOTE_AT_VERSION) != KVK_REMOTE_VERSION_NUMBER) {
@@ -66,7 +66,7 @@ static void header_came(struct kvk_remote_arrival *arrival)
     arrival->wanted = kvk_remote_header_check(arrival->want, header, KVK_REMOTE_HEADER_SIZE);
     if (arrival->wanted == KVK_REMOTE_HIT) {
         KVK_ASSERT(arrival->place.left == arrival->size - KVK_REMOTE_HEADER_SIZE);
-        kvk_remote_cipher_begin(arrival->crypt, arrival->want->space, header, false);
+        kvk_remote_seal_begin(arrival->crypt, arrival->want->space, header, false);
     }
 }
 
@@ -80,11 +80,8 @@ static void payload_prove(struct kvk_remote_arrival *arrival, uint8_t *memory, c
                           size_t size)
 {
     bool encrypt = arrival->want->space->encrypt;
-    int done = 0;
     kvk_checksum_add(&arrival->checksum, bytes, size);
-    int ok = EVP_CipherUpdate(arrival->crypt->cipher_context, encrypt ? memory : NULL, &done, bytes,
-                              (int)size);
-    KVK_ASSERT(ok == 1 && (size_t)done == size);
+    kvk_remote_seal_add(arrival->crypt, encrypt ? memory : NULL, bytes, size);
     if (!encrypt && memory != bytes) {
         memcpy(memory, bytes, size);
     }
@@ -182,12 +179,7 @@ enum kvk_remote_result kvk_remote_arrival_end(struct kvk_remote_arrival *arrival
     if (arrival->wanted != KVK_REMOTE_HIT) {
         return arrival->wanted;
     }
-    EVP_CIPHER_CTX *context = arrival->crypt->cipher_context;
-    uint8_t tag[KVK_REMOTE_TAG_SIZE];
-    uint8_t rest[16];
-    int done = 0;
-    memcpy(tag, arrival->header + KVK_REMOTE_AT_TAG, sizeof(tag));
-    int ok = EVP_CIPHER_CTX_ctrl(context, EVP_CTRL_AEAD_SET_TAG, sizeof(tag), tag);
-    KVK_ASSERT(ok == 1);
-    return EVP_CipherFinal_ex(context, rest, &done) == 1 ? KVK_REMOTE_HIT : KVK_REMOTE_FOREIGN;
+    return kvk_remote_seal_proves(arrival->crypt, arrival->header + KVK_REMOTE_AT_TAG)
+               ? KVK_REMOTE_HIT
+               : KVK_REMOTE_FOREIGN;
 }

@@ -203,7 +203,7 @@ static bool value_end(struct kvk_remote_connection *connection)
 static ssize_t value_take(struct kvk_remote_connection *connection, const uint8_t *bytes,
                           size_t size)
 {
-    static const char end[2] = {'\r', '\n'};
+    static const uint8_t end[2] = {'\r', '\n'};
     size_t taken = kvk_remote_arrival_take(connection->arrival, bytes, size);
     while (taken < size && connection->value_end < sizeof(end)) {
         if (bytes[taken++] != end[connection->value_end++]) {

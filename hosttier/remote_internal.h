@@ -31,10 +31,8 @@
 #define KVK_REMOTE_REDIRECTS_MAX 5U
 #define KVK_REMOTE_REPEATS_MAX 5U
 #define KVK_REMOTE_REPEAT_PAUSE_NS (20 * KVK_NS_PER_MS)
-#define KVK_REMOTE_OUTPUT_HIGH                                                                     \
-    (512U << 10) /* bytes waiting to be written that stop new requests                             \
-                  */
-#define KVK_REMOTE_OUTPUT_ENOUGH (128U << 10) /* are written at once: they are in the cache */
+#define KVK_REMOTE_OUTPUT_HIGH (1U << 20)     /* bytes waiting to be written: no new requests */
+#define KVK_REMOTE_OUTPUT_ENOUGH (512U << 10) /* are written at once, while in the cache */
 #define KVK_REMOTE_READ_SIZE (256U << 10)
 #define KVK_REMOTE_COMMAND_SIZE 256 /* of a command without its value */
 

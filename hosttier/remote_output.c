@@ -405,6 +405,7 @@ static ssize_t output_write(struct kvk_remote_connection *connection)
 {
     struct iovec runs[RUNS_MAX];
     uint32_t count = runs_of(&connection->output, runs);
+    KVK_ASSERT(count > 0);
     if (connection->tls != NULL) {
         bool want_write = false;
         size_t done = 0;

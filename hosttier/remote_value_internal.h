@@ -9,6 +9,7 @@
 
 #include <openssl/evp.h>
 
+#include "hosttier/remote_ghash.h"
 #include "hosttier/remote_value.h"
 
 #define KVK_REMOTE_VERSION_NUMBER 1U
@@ -46,8 +47,7 @@ _Static_assert(KVK_REMOTE_AT_TAG + KVK_REMOTE_TAG_SIZE == KVK_REMOTE_HEADER_SIZE
 _Static_assert(KVK_REMOTE_AT_NONCE + KVK_REMOTE_NONCE_SIZE == KVK_REMOTE_AT_ZERO_TOO,
                "the header has no holes");
 
-#define KVK_REMOTE_MAGIC "KVKR"
-#define KVK_REMOTE_MAGIC_SIZE 4
+extern const uint8_t kvk_remote_magic[4]; /* "KVKR" */
 
 /* An HMAC of one key after another: most often of the same one, which is then not set up again. */
 struct kvk_remote_mac {
@@ -61,12 +61,24 @@ struct kvk_remote_crypt {
     struct kvk_remote_mac names, seals;
     EVP_CIPHER *cipher;
     EVP_CIPHER_CTX *cipher_context;
+    /* What is only authenticated, where `sums`: the cipher's sum, taken by remote_ghash.c. */
+    EVP_CIPHER *block;
+    EVP_CIPHER_CTX *block_context;
+    bool sums;                         /* the processor can; tests say no */
+    bool summing;                      /* this value's is taken so */
+    uint8_t mask[KVK_REMOTE_TAG_SIZE]; /* that makes a tag of the sum */
+    struct kvk_remote_ghash ghash;
     uint8_t nonces[KVK_REMOTE_NONCES_AHEAD][KVK_REMOTE_NONCE_SIZE];
     uint32_t nonce_left;
 };
 
-/* Begin a value's cipher; its additional data is the header without checksum and tag. */
-void kvk_remote_cipher_begin(struct kvk_remote_crypt *crypt, const struct kvk_remote_space *space,
-                             const uint8_t *header, bool seal);
+/* Begin a value's seal; its additional data is the header without checksum and tag. */
+void kvk_remote_seal_begin(struct kvk_remote_crypt *crypt, const struct kvk_remote_space *space,
+                           const uint8_t *header, bool seal);
+/* The payload's next bytes, en- or decrypted to `out` (which may be `in`); NULL: authenticated. */
+void kvk_remote_seal_add(struct kvk_remote_crypt *crypt, uint8_t *out, const uint8_t *in,
+                         size_t size);
+void kvk_remote_seal_end(struct kvk_remote_crypt *crypt, uint8_t tag[KVK_REMOTE_TAG_SIZE]);
+bool kvk_remote_seal_proves(struct kvk_remote_crypt *crypt, const uint8_t tag[KVK_REMOTE_TAG_SIZE]);
 
 #endif
