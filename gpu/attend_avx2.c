@@ -8,8 +8,9 @@
 
 #include "gpu/attend_lanes_avx2.inc"
 
-/* Sixteen registers are few: from here on memory serves better. */
-#define WIDE_ROWS_MIN 8
+/* Sixteen registers are few, and enough for four rows of three vectors with all that meets them. */
+#define WIDE_ROWS_MIN 32
+#define WEIGH_VECTORS 3
 
 #include "gpu/attend_lanes.inc"
 

@@ -9,6 +9,7 @@
 #include "gpu/attend_lanes_avx512.inc"
 /* With this many registers the narrow way holds out longer. */
 #define WIDE_ROWS_MIN 32
+#define WEIGH_VECTORS 4
 
 #include "gpu/attend_lanes.inc"
 
