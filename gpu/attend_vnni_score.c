@@ -314,13 +314,19 @@ INLINE __m512i whole_odds(__m512i a, __m512i b)
         _mm512_shuffle_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), _MM_SHUFFLE(3, 1, 3, 1)));
 }
 
-INLINE __m512i whole_join(__m512i high, __m512i low)
+/* Of int8_channel high bytes' sums and low bytes', of int8_32 two parts of a sum, in floats. */
+INLINE __m512i square_join(enum kvk_format format, __m512i high, __m512i low)
 {
+    if (format == KVK_FORMAT_INT8_32) {
+        return _mm512_castps_si512(_mm512_castsi512_ps(high) + _mm512_castsi512_ps(low));
+    }
     return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
 }
 
-/* From the sums of LANES tokens to those of each row: `results` [row_count] of LANES tokens. */
-INLINE void square_fold(uint32_t row_count, const __m512i *sums, lanes *results)
+/* From the sums of LANES tokens to those of each row: `results` [row_count] of LANES tokens. Four
+ * rows are of int8_channel. */
+INLINE void square_fold(enum kvk_format format, uint32_t row_count, const __m512i *sums,
+                        lanes *results)
 {
     __m512i pairs[LANES / 2];
 
@@ -328,7 +334,8 @@ INLINE void square_fold(uint32_t row_count, const __m512i *sums, lanes *results)
     for (uint32_t i = 0; i < LANES / 2; i++) {
         __m512i evens = whole_evens(sums[2 * i], sums[2 * i + 1]);
         __m512i odds = whole_odds(sums[2 * i], sums[2 * i + 1]);
-        pairs[i] = row_count == 8 ? whole_join(evens, odds) : _mm512_add_epi32(evens, odds);
+        pairs[i] =
+            row_count == 8 ? square_join(format, evens, odds) : _mm512_add_epi32(evens, odds);
     }
 #pragma GCC unroll 4
     for (uint32_t i = 0; i < LANES / 4; i++) {
@@ -338,7 +345,7 @@ INLINE void square_fold(uint32_t row_count, const __m512i *sums, lanes *results)
             results[2 * i] = _mm512_castsi512_ps(evens);
             results[2 * i + 1] = _mm512_castsi512_ps(odds);
         } else {
-            results[i] = _mm512_castsi512_ps(whole_join(evens, odds));
+            results[i] = _mm512_castsi512_ps(square_join(format, evens, odds));
         }
     }
     if (row_count == 8) {
@@ -377,7 +384,7 @@ INLINE void square_cell(const struct kvk_attend_rows *rows, uint32_t row, uint32
     if (i < head_size) {
         square_step(packed, shares, row_count, keys, i, head_size - i, sums);
     }
-    square_fold(row_count, sums, results);
+    square_fold(KVK_FORMAT_INT8_CHANNEL, row_count, sums, results);
 #pragma GCC unroll 8
     for (uint32_t r = 0; r < row_count; r++) {
         __m512i whole = _mm512_sub_epi32(_mm512_castps_si512(results[r]), excess);
@@ -410,10 +417,12 @@ INLINE __m512i square_excess(size_t head_size, const struct even_keys *keys)
     return _mm512_slli_epi32(whole_reduce(sums), 15);
 }
 
-/* Rows that are scored so: as many fours as there are. */
+/* Rows that are scored so: as many fours as there are; of int8_32 eights. */
 INLINE uint32_t square_rows(const struct kvk_attend *attend, const struct kvk_attend_rows *rows)
 {
-    return attend->head_size_k <= WHOLE_HEAD_MAX ? rows->count / 4 * 4 : 0;
+    uint32_t step = attend->format_k == KVK_FORMAT_INT8_32 ? 8 : 4;
+
+    return attend->head_size_k <= WHOLE_HEAD_MAX ? rows->count / step * step : 0;
 }
 
 /* [row][pad(head_size)], four or eight of them together. */
@@ -457,6 +466,126 @@ INLINE void square_score(const struct kvk_attend *attend, const struct kvk_atten
         if (row < row_count) {
             square_cell(rows, row, 4, square->values + row * stride, shares, attend->head_size_k,
                         &keys, excess, count, fetch, 4 * fetch_lines, scores + token);
+        }
+    }
+}
+
+/* ---- The same of int8_32: K widened to 16 bits, since its groups' scales meet sums ---- */
+
+/* Tokens whose sums are in registers at once, in whole numbers and scaled. */
+#define GROUP_TOKENS 8
+
+/* Rows that are worth it: with fewer, widening takes longer than it saves. */
+#define GROUP_ROWS 8
+
+/* K of LANES tokens. */
+struct group_keys {
+    _Alignas(64) int16_t values[LANES * WHOLE_HEAD_MAX];             /* [token][head_size] */
+    _Alignas(64) float scales[WHOLE_HEAD_MAX / STEP_VALUES * LANES]; /* [group][token] */
+};
+
+/* Tokens from `first` on, up to `end`; past it the last one stands in. */
+static void group_keys_find(const struct kvk_attend_tokens *tokens, uint32_t first, uint32_t end,
+                            size_t head_size, struct group_keys *keys)
+{
+    _Alignas(64) uint16_t halves_of[WHOLE_HEAD_MAX / STEP_VALUES * LANES];
+    const uint8_t *k[LANES];
+
+    kvk_attend_keys_find(tokens, first, end, LANES, k);
+    for (uint32_t token = 0; token < LANES; token++) {
+        const uint8_t *at = k[token];
+        uint16_t *half = halves_of + token;
+        for (size_t i = 0; i < head_size; i += STEP_VALUES) {
+            memcpy(half, at, sizeof(*half));
+            _mm512_store_si512(keys->values + token * head_size + i,
+                               _mm512_cvtepi8_epi16(bytes_load(at + 2, STEP_VALUES)));
+            at += KVK_INT8_32_BYTES;
+            half += LANES;
+        }
+    }
+    for (size_t i = 0; i < head_size / STEP_VALUES * LANES; i += LANES) {
+        lanes_store(keys->scales + i,
+                    lanes_widen(KVK_FORMAT_FP16, (const uint8_t *)(halves_of + i)));
+    }
+}
+
+/* As many values of each row as fit a vector, with GROUP_TOKENS tokens. */
+INLINE void group_step(const int16_t *packed, const int16_t *k, size_t head_size, __m512i *sums)
+{
+    __m512i q = _mm512_load_si512(packed);
+
+#pragma GCC unroll 8
+    for (uint32_t token = 0; token < GROUP_TOKENS; token++) {
+        int64_t some;
+        memcpy(&some, k + token * head_size, sizeof(some));
+        sums[token] = _mm512_dpwssd_epi32(sums[token], q, _mm512_set1_epi64(some));
+    }
+}
+
+/* GROUP_ROWS rows by LANES tokens, of which `count` are there. */
+INLINE void group_square(const struct kvk_attend_rows *rows, uint32_t row, const int16_t *packed,
+                         size_t head_size, const struct group_keys *keys, uint32_t count,
+                         struct kvk_attend_fetch *fetch, uint32_t fetch_lines, float *scores)
+{
+    const uint32_t step = STEP_VALUES / GROUP_ROWS;
+    __mmask16 mask = (__mmask16)((1U << count) - 1);
+    __m512i wide[LANES];
+    lanes results[GROUP_ROWS];
+
+#pragma GCC unroll 2
+    for (uint32_t first = 0; first < LANES; first += GROUP_TOKENS) {
+        const int16_t *k = keys->values + first * head_size;
+        lanes scaled[GROUP_TOKENS];
+#pragma GCC unroll 8
+        for (uint32_t token = 0; token < GROUP_TOKENS; token++) {
+            scaled[token] = lanes_set(0);
+        }
+        for (size_t i = 0; i < head_size; i += STEP_VALUES) {
+            const float *scales = keys->scales + i / STEP_VALUES * LANES + first;
+            __m512i sums[GROUP_TOKENS];
+#pragma GCC unroll 8
+            for (uint32_t token = 0; token < GROUP_TOKENS; token++) {
+                sums[token] = _mm512_setzero_si512();
+            }
+            for (size_t j = i; j < i + STEP_VALUES; j += step) {
+                group_step(packed + j * GROUP_ROWS, k + j, head_size, sums);
+            }
+#pragma GCC unroll 8
+            for (uint32_t token = 0; token < GROUP_TOKENS; token++) {
+                scaled[token] = lanes_fma(_mm512_cvtepi32_ps(sums[token]), lanes_set(scales[token]),
+                                          scaled[token]);
+            }
+            kvk_attend_fetch_lines(fetch, fetch_lines);
+        }
+#pragma GCC unroll 8
+        for (uint32_t token = 0; token < GROUP_TOKENS; token++) {
+            wide[first + token] = _mm512_castps_si512(scaled[token]);
+        }
+    }
+    square_fold(KVK_FORMAT_INT8_32, GROUP_ROWS, wide, results);
+#pragma GCC unroll 8
+    for (uint32_t r = 0; r < GROUP_ROWS; r++) {
+        _mm512_mask_storeu_ps(scores + (row + r) * KVK_ATTEND_TILE_TOKENS, mask,
+                              results[r] * lanes_set(row_back(rows, row + r)));
+    }
+}
+
+/* All tokens. */
+static void group_squares(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
+                          uint32_t row_count, const struct square *square,
+                          const struct kvk_attend_tokens *tokens, struct kvk_attend_fetch *fetch,
+                          uint32_t fetch_lines, float *scores)
+{
+    size_t head_size = attend->head_size_k;
+    struct group_keys keys;
+
+    for (uint32_t token = 0; token < tokens->count; token += LANES) {
+        uint32_t left = tokens->count - token;
+        uint32_t count = left < LANES ? left : LANES;
+        group_keys_find(tokens, token, tokens->count, head_size, &keys);
+        for (uint32_t row = 0; row < row_count; row += GROUP_ROWS) {
+            group_square(rows, row, square->values + row * head_size, head_size, &keys, count,
+                         fetch, GROUP_ROWS / 2 * fetch_lines, scores + token);
         }
     }
 }
@@ -549,10 +678,9 @@ INLINE void score_tokens(enum kvk_format format, const struct kvk_attend *attend
                          const struct shares *shares, struct kvk_attend_fetch *fetch,
                          uint32_t fetch_lines, float *scores)
 {
-    uint32_t row = 0;
+    uint32_t row = square_rows(attend, rows);
 
     if (format == KVK_FORMAT_INT8_CHANNEL) {
-        row = square_rows(attend, rows);
         square_score(attend, rows, row, square, shares, tokens, first, end, fetch, fetch_lines,
                      scores);
     }
@@ -615,8 +743,16 @@ static void group_score(const struct kvk_attend *attend, const struct kvk_attend
                         const struct kvk_attend_tokens *tokens, struct kvk_attend_fetch *fetch,
                         float *scores)
 {
+    uint32_t fetch_lines = score_fetch_lines(attend, rows, tokens, fetch);
+    uint32_t row_count = square_rows(attend, rows);
+    struct square square;
+
+    square_pack(attend, rows, row_count, &square);
+    if (row_count > 0) {
+        group_squares(attend, rows, row_count, &square, tokens, fetch, fetch_lines, scores);
+    }
     score_tokens(KVK_FORMAT_INT8_32, attend, rows, tokens, 0, tokens->count, NULL, NULL, fetch,
-                 score_fetch_lines(attend, rows, tokens, fetch), scores);
+                 fetch_lines, scores);
 }
 
 void kvk_attend_vnni_score(const struct kvk_attend *attend, const struct kvk_attend_rows *rows,
