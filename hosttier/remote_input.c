@@ -258,8 +258,12 @@ static void rooms_choose(const struct kvk_remote_connection *connection, struct 
         for (uint32_t i = 0; i < rooms->count; i++) {
             rooms->placed += rooms->runs[i].iov_len;
         }
-        bool all = rooms->placed == arrival->size - arrival->done;
-        beside = rooms->count == 0 ? beside : all ? BESIDE_SIZE : 0;
+        if (rooms->placed == arrival->size - arrival->done ||
+            arrival->framed == KVK_REMOTE_PENDING) {
+            beside = BESIDE_SIZE; /* or the rest of its header, which tells the place */
+        } else if (rooms->placed > 0) {
+            beside = 0;
+        }
     } else if (connection->in_value && arrival->size >= PLACED_MIN) {
         beside = arrival->size - arrival->done + BESIDE_SIZE;
     } else if (!connection->in_value && value_is_next(connection) &&
