@@ -1,11 +1,10 @@
 /*
- * Names and values of the remote store: HMAC-SHA-256 and AES-256-GCM by OpenSSL, checksums by
- * XXH3; and where the processor does that quicker, GCM's sum by ourselves (remote_ghash.h).
+ * Names and values of the remote store: HMAC-SHA-256, AES-256-GCM and Poly1305 by OpenSSL,
+ * checksums by XXH3.
  */
 #include "hosttier/remote_value.h"
 
 #include <openssl/core_names.h>
-#include <openssl/crypto.h>
 #include <openssl/params.h>
 #include <stdlib.h>
 #include <string.h>
@@ -57,12 +56,11 @@ enum kvk_status kvk_remote_crypt_create(struct kvk_remote_crypt **crypt, struct 
         made->mac = EVP_MAC_fetch(NULL, "HMAC", NULL);
         made->cipher = EVP_CIPHER_fetch(NULL, "AES-256-GCM", NULL);
         made->cipher_context = EVP_CIPHER_CTX_new();
-        made->block = EVP_CIPHER_fetch(NULL, "AES-256-ECB", NULL);
-        made->block_context = EVP_CIPHER_CTX_new();
-        made->sums = kvk_remote_ghash_works();
+        made->once = EVP_MAC_fetch(NULL, "POLY1305", NULL);
+        made->once_context = made->once == NULL ? NULL : EVP_MAC_CTX_new(made->once);
         whole = made->mac != NULL && made->cipher != NULL && made->cipher_context != NULL &&
-                made->block != NULL && made->block_context != NULL &&
-                mac_create(&made->names, made->mac) && mac_create(&made->seals, made->mac);
+                made->once_context != NULL && mac_create(&made->names, made->mac) &&
+                mac_create(&made->seals, made->mac);
     }
     if (!whole) {
         kvk_remote_crypt_destroy(made);
@@ -83,8 +81,8 @@ void kvk_remote_crypt_destroy(struct kvk_remote_crypt *crypt)
     EVP_MAC_free(crypt->mac);
     EVP_CIPHER_CTX_free(crypt->cipher_context);
     EVP_CIPHER_free(crypt->cipher);
-    EVP_CIPHER_CTX_free(crypt->block_context);
-    EVP_CIPHER_free(crypt->block);
+    EVP_MAC_CTX_free(crypt->once_context);
+    EVP_MAC_free(crypt->once);
     kvk_secret_wipe(crypt, sizeof(*crypt));
     free(crypt);
 }
@@ -237,39 +235,27 @@ bool kvk_remote_place_next(struct kvk_remote_place *place, size_t size_max, uint
 
 /* ---- Sealing ---- */
 
-/* The standard's two blocks: of zeros, the sum's key; and the nonce's first, the tag's mask. */
-static void sum_begin(struct kvk_remote_crypt *crypt, const uint8_t *key, const uint8_t *nonce)
-{
-    uint8_t blocks[2 * KVK_REMOTE_GHASH_SIZE] = {0};
-    uint8_t made[sizeof(blocks)];
-    int done = 0;
-    memcpy(blocks + KVK_REMOTE_GHASH_SIZE, nonce, KVK_REMOTE_GCM_NONCE_SIZE);
-    blocks[sizeof(blocks) - 1] = 1;
-    int ok = EVP_EncryptInit_ex2(crypt->block_context, crypt->block, key, NULL, NULL);
-    ok &= EVP_EncryptUpdate(crypt->block_context, made, &done, blocks, sizeof(blocks));
-    KVK_ASSERT(ok == 1 && done == sizeof(made));
-    kvk_remote_ghash_begin(&crypt->ghash, made);
-    memcpy(crypt->mask, made + KVK_REMOTE_GHASH_SIZE, sizeof(crypt->mask));
-    kvk_secret_wipe(made, sizeof(made));
-}
-
+/* The cipher's key is made of the first half of the nonce, and its own nonce is the second; a key
+ * that is used once is made of all of it. */
 void kvk_remote_seal_begin(struct kvk_remote_crypt *crypt, const struct kvk_remote_space *space,
                            const uint8_t *header, bool seal)
 {
     uint8_t key[KVK_REMOTE_HASH_SIZE];
-    struct text texts[] = {
-        {"seal", 4},
-        {header + KVK_REMOTE_AT_NONCE, KVK_REMOTE_NONCE_SIZE - KVK_REMOTE_GCM_NONCE_SIZE}};
-    const uint8_t *nonce =
-        header + KVK_REMOTE_AT_NONCE + KVK_REMOTE_NONCE_SIZE - KVK_REMOTE_GCM_NONCE_SIZE;
+    const uint8_t *nonce = header + KVK_REMOTE_AT_NONCE;
+    const size_t half = KVK_REMOTE_NONCE_SIZE - KVK_REMOTE_GCM_NONCE_SIZE;
+    struct text texts[] = {{space->encrypt ? "seal" : "once", 4},
+                           {nonce, space->encrypt ? half : KVK_REMOTE_NONCE_SIZE}};
+    int ok = 0;
+
     hmac(&crypt->seals, space->seal_key, texts, 2, key);
-    crypt->summing = crypt->sums && !space->encrypt;
-    if (crypt->summing) {
-        sum_begin(crypt, key, nonce);
+    crypt->encrypts = space->encrypt;
+    if (crypt->encrypts) {
+        ok =
+            EVP_CipherInit_ex2(crypt->cipher_context, crypt->cipher, key, nonce + half, seal, NULL);
     } else {
-        int ok = EVP_CipherInit_ex2(crypt->cipher_context, crypt->cipher, key, nonce, seal, NULL);
-        KVK_ASSERT(ok == 1);
+        ok = EVP_MAC_init(crypt->once_context, key, sizeof(key), NULL);
     }
+    KVK_ASSERT(ok == 1);
     kvk_secret_wipe(key, sizeof(key));
     kvk_remote_seal_add(crypt, NULL, header, KVK_REMOTE_AT_CHECKSUM);
 }
@@ -277,30 +263,30 @@ void kvk_remote_seal_begin(struct kvk_remote_crypt *crypt, const struct kvk_remo
 void kvk_remote_seal_add(struct kvk_remote_crypt *crypt, uint8_t *out, const uint8_t *in,
                          size_t size)
 {
-    int done = 0;
-    if (crypt->summing) {
+    int done = (int)size;
+    int ok = 0;
+    if (crypt->encrypts) {
+        ok = EVP_CipherUpdate(crypt->cipher_context, out, &done, in, (int)size);
+    } else {
         KVK_ASSERT(out == NULL);
-        kvk_remote_ghash_add(&crypt->ghash, in, size);
-        return;
+        ok = EVP_MAC_update(crypt->once_context, in, size);
     }
-    int ok = EVP_CipherUpdate(crypt->cipher_context, out, &done, in, (int)size);
     KVK_ASSERT(ok == 1 && (size_t)done == size);
 }
 
-static void sum_end(struct kvk_remote_crypt *crypt, uint8_t tag[KVK_REMOTE_TAG_SIZE])
+static void once_end(struct kvk_remote_crypt *crypt, uint8_t tag[KVK_REMOTE_TAG_SIZE])
 {
-    kvk_remote_ghash_end(&crypt->ghash, tag);
-    for (int i = 0; i < KVK_REMOTE_TAG_SIZE; i++) {
-        tag[i] ^= crypt->mask[i];
-    }
+    size_t size = 0;
+    int ok = EVP_MAC_final(crypt->once_context, tag, &size, KVK_REMOTE_TAG_SIZE);
+    KVK_ASSERT(ok == 1 && size == KVK_REMOTE_TAG_SIZE);
 }
 
 void kvk_remote_seal_end(struct kvk_remote_crypt *crypt, uint8_t tag[KVK_REMOTE_TAG_SIZE])
 {
     uint8_t rest[16];
     int done = 0;
-    if (crypt->summing) {
-        sum_end(crypt, tag);
+    if (!crypt->encrypts) {
+        once_end(crypt, tag);
         return;
     }
     int ok = EVP_CipherFinal_ex(crypt->cipher_context, rest, &done);
@@ -314,9 +300,9 @@ bool kvk_remote_seal_proves(struct kvk_remote_crypt *crypt, const uint8_t tag[KV
     uint8_t right[KVK_REMOTE_TAG_SIZE];
     uint8_t rest[16];
     int done = 0;
-    if (crypt->summing) {
-        sum_end(crypt, right);
-        return CRYPTO_memcmp(right, tag, sizeof(right)) == 0;
+    if (!crypt->encrypts) {
+        once_end(crypt, right);
+        return kvk_secret_equal(right, tag, sizeof(right));
     }
     memcpy(right, tag, sizeof(right)); /* it is not const there */
     int ok =

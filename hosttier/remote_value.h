@@ -3,19 +3,20 @@
  *
  * Whoever runs the store may read it, scribble over it, or bring back what was there last week. So
  * a value proves what it is before a byte of it is believed, and its name says nothing: names and
- * checks are HMACs under a key of the tenant, and the payload is sealed by AES-256-GCM under
- * another, encrypted where the space asks for it, else only authenticated. Anything else than the
- * whole right value is a miss of a kind of its own, never an error and never bytes.
+ * checks are HMACs under a key of the tenant, and the payload is sealed under another: encrypted by
+ * AES-256-GCM where the space asks for it, else only authenticated, by Poly1305. Anything else than
+ * the whole right value is a miss of a kind of its own, never an error and never bytes.
  *
  * A block of more than KVK_REMOTE_PAYLOAD_MAX bytes is cut into equal parts, each with a name and
  * a value, which lie on different nodes.
  *
  *     name   = prefix, hex of HMAC(name key; "name", space, group, key, part) [0..16)
  *     value  = header (144 bytes, little-endian), payload
- *     sealed = AES-256-GCM(HMAC(seal key; "seal", nonce [0..12)), nonce [12..24),
- *                          header without its tag, payload)
+ *     tag    = AES-256-GCM(HMAC(seal key; "seal", nonce [0..12)), nonce [12..24), data, payload)
+ *           or = Poly1305(HMAC(seal key; "once", nonce [0..24)), data, payload)
+ *     data   = the header without checksum and tag
  *
- * The nonce is random and long enough to never repeat, which is why a key is made for each value.
+ * The nonce is random and long enough to never repeat, so each value has a key of its own.
  *
  * Locking: none; a kvk_remote_crypt belongs to one thread, a space is read by many.
  */

@@ -9,10 +9,9 @@
 
 #include <openssl/evp.h>
 
-#include "hosttier/remote_ghash.h"
 #include "hosttier/remote_value.h"
 
-#define KVK_REMOTE_VERSION_NUMBER 1U
+#define KVK_REMOTE_VERSION_NUMBER 2U
 #define KVK_REMOTE_FLAG_ENCRYPTED 1U
 #define KVK_REMOTE_HASH_SIZE 32
 #define KVK_REMOTE_TAG_SIZE 16
@@ -61,18 +60,14 @@ struct kvk_remote_crypt {
     struct kvk_remote_mac names, seals;
     EVP_CIPHER *cipher;
     EVP_CIPHER_CTX *cipher_context;
-    /* What is only authenticated, where `sums`: the cipher's sum, taken by remote_ghash.c. */
-    EVP_CIPHER *block;
-    EVP_CIPHER_CTX *block_context;
-    bool sums;                         /* the processor can; tests say no */
-    bool summing;                      /* this value's is taken so */
-    uint8_t mask[KVK_REMOTE_TAG_SIZE]; /* that makes a tag of the sum */
-    struct kvk_remote_ghash ghash;
+    EVP_MAC *once; /* Poly1305: each key for one value */
+    EVP_MAC_CTX *once_context;
+    bool encrypts; /* this value is sealed by the cipher, not by `once` */
     uint8_t nonces[KVK_REMOTE_NONCES_AHEAD][KVK_REMOTE_NONCE_SIZE];
     uint32_t nonce_left;
 };
 
-/* Begin a value's seal; its additional data is the header without checksum and tag. */
+/* Begin a value's seal, with its header. */
 void kvk_remote_seal_begin(struct kvk_remote_crypt *crypt, const struct kvk_remote_space *space,
                            const uint8_t *header, bool seal);
 /* The payload's next bytes, en- or decrypted to `out` (which may be `in`); NULL: authenticated. */

@@ -851,15 +851,14 @@ static bool settings_parse(struct settings *settings, int argc, char **argv)
             settings->seed = strtoull(optarg, &end, 10);
         } else if (option == 'p') {
             settings->partial = true;
-        } else if (option == 'd' && strcmp(optarg, "int8_channel") == 0) {
-            settings->disk_format = KVK_FORMAT_INT8_CHANNEL;
-            tie_margin = 0.1F;
-        } else if (option == 'd' && strcmp(optarg, "int8_32") == 0) {
-            settings->disk_format = KVK_FORMAT_INT8_32;
-            tie_margin = 0.1F;
-        } else if (option == 'd' && strcmp(optarg, "fp8_e4m3") == 0) {
+        } else if (option == 'd') {
             settings->disk_format = KVK_FORMAT_FP8_E4M3;
-            tie_margin = 0.4F;
+            while (strcmp(kvk_format_name(settings->disk_format), optarg) != 0) {
+                if (settings->disk_format++ == KVK_FORMAT_MAX) {
+                    return false;
+                }
+            }
+            tie_margin = settings->disk_format == KVK_FORMAT_FP8_E4M3 ? 0.4F : 0.1F;
         } else {
             return false;
         }
