@@ -39,6 +39,8 @@
 
 #define PAIRS 5
 #define PAIRS_MAX 101
+#define REST_SECONDS_MAX 5
+#define REST_LOOK_US 100000
 #define WARM_SECONDS 6 /* of each engine, at least: after 10 of both eviction has learned */
 #define FULL_BLOCK_KIB 2048
 #define FULL_HOST_REQUESTS 64
@@ -326,18 +328,43 @@ static void changer_turn(struct changer *changer, struct engine *engine)
 
 /* ---- What was written ---- */
 
-static void written_visit(void *context, const char *name, double value)
+struct figure {
+    const char *name;
+    double value;
+};
+
+static void figure_visit(void *context, const char *name, double value)
 {
-    if (strcmp(name, "kvkeep_disk_written_bytes_total") == 0) {
-        *(double *)context = value;
+    struct figure *figure = context;
+    if (strcmp(name, figure->name) == 0) {
+        figure->value = value;
     }
+}
+
+static double figure_of(struct engine *engine, const char *name)
+{
+    struct figure figure = {.name = name};
+    kvk_report_stats(engine->cache, figure_visit, &figure);
+    return figure.value;
 }
 
 static double written_bytes(struct engine *engine)
 {
-    double written = 0;
-    kvk_report_stats(engine->cache, written_visit, &written);
-    return written;
+    return figure_of(engine, "kvkeep_disk_written_bytes_total");
+}
+
+/* What waits to be written is not the other engine's business. */
+static void engine_rest(struct engine *engine)
+{
+    double until = kvk_report_seconds() + REST_SECONDS_MAX;
+    double before = -1;
+    double written = written_bytes(engine);
+    while ((figure_of(engine, "kvkeep_disk_queued_blocks") > 0 || written != before) &&
+           kvk_report_seconds() < until) {
+        (void)usleep(REST_LOOK_US);
+        before = written;
+        written = written_bytes(engine);
+    }
 }
 
 static double fio_write_rate(const char *folder, uint64_t block_bytes)
@@ -441,6 +468,7 @@ static void pairs_run(const struct options *options, struct engine engines[2],
             changer_turn(&changer, NULL);
             figures->write_rates[at] =
                 (written_bytes(engine) - before) / (kvk_report_seconds() - began);
+            engine_rest(engine);
         }
         figures->rate_ratios[at] = figures->rates[1][at] / figures->rates[0][at];
         figures->run_ratios[at] = figures->run_rates[1][at] / figures->run_rates[0][at];
