@@ -327,3 +327,42 @@ Test(gpu_attend, shapes_of_models_match_the_reference)
         }
     }
 }
+
+/* One page many times over: what lies side by side in a block is then not all that is of its page,
+ * and 24 tokens are no multiple of what vectors hold. */
+Test(gpu_attend, a_page_may_be_in_a_table_many_times)
+{
+    for (uint32_t format = KVK_FORMAT_FP32; format <= KVK_FORMAT_MAX; format++) {
+        struct kvk_random random;
+        struct gpu_case test = {0};
+        const void *table[6];
+        kvk_random_init(&random, format);
+        test.attend = (struct kvk_attend){
+            .items = test.items,
+            .item_count = 1,
+            .query_heads = 16,
+            .kv_heads = 2,
+            .head_size_k = 64,
+            .head_size_v = 64,
+            .block_tokens = 24,
+            .format_q = KVK_FORMAT_BF16,
+            .format_k = format,
+            .format_v = format,
+            .scale = 0.125F,
+            .causal = true,
+        };
+        test.attend.v_offset = gpu_case_k_bytes(&test.attend);
+        test.items[0] = (struct kvk_attend_item){
+            .query_count = 1, .position = 6 * 24 - 1, .token_count = 6 * 24, .page_count = 6};
+        gpu_case_fill_item(&test, 0, &random, 0);
+        for (uint32_t page = 0; page < 6; page++) {
+            table[page] = test.pages[0][0];
+        }
+        test.items[0].pages = table;
+        gpu_case_expect(&test);
+        for (size_t path = 0; path < PATH_COUNT; path++) {
+            check_case(&test, format, path, 1);
+        }
+        gpu_case_free(&test);
+    }
+}
