@@ -1,7 +1,9 @@
 /*
  * Fetches and stores of the remote store against redis-benchmark, on the same server in the same
- * run: the same size of values, connections and pipeline. Ours prove, seal, or encrypt every byte
- * and copy it to where it belongs; redis-benchmark sends zeros and throws away what comes.
+ * run: the same size of values, number of keys, connections and pipeline, one thread each. Ours
+ * make names by HMAC, seal or encrypt every byte, prove what comes and put it where it belongs, and
+ * store by SET and fetch by GETRANGE; redis-benchmark sends the same value again and again by SET,
+ * and throws away what GET brings. Conversion between formats is the engine's, and in neither.
  *
  *     bench_remote [--json] [--seconds N] [--repeat N] [--threads N] [--encrypt] [--port PORT]
  *

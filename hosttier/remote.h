@@ -89,7 +89,9 @@ struct kvk_remote_block {
     struct kvk_remote_id id;
     const struct kvk_remote_piece *pieces; /* of FETCH and STORE; together block_bytes. What was
                                               fetched is bytes only if the result is HIT; else the
-                                              memory holds anything. A STORE only reads it. */
+                                              memory holds anything. A STORE only reads it, until
+                                              the batch is done: what changes under way is stored
+                                              as a value that nobody believes. */
     uint32_t piece_count;
     enum kvk_remote_result result; /* out */
     uint32_t part_left;            /* not the caller's */
