@@ -185,11 +185,13 @@ class House:
         for machine in self.all:
             for port in machine.redis_ports:
                 try:
-                    text = Redis(machine.host, port)("cluster", "nodes").decode()
+                    table = Redis(machine.host, port)("cluster", "nodes")
                 except OSError:
                     continue
+                if not isinstance(table, bytes):  # an error: it has just begun, and is loading
+                    continue
                 rows = []
-                for line in text.splitlines():
+                for line in table.decode().splitlines():
                     words = line.split()
                     host, _, rest = words[1].rpartition(":")
                     if "fail" in words[2].replace("fail?", "").split(","):
@@ -204,9 +206,10 @@ class House:
 
     def cluster_good(self):
         try:
-            return all(b"cluster_state:ok" in Redis(m.host, p)("cluster", "info")
-                       for m in self.all for p in m.redis_ports
-                       if m.redis[p].poll() is None)
+            answers = [Redis(m.host, p)("cluster", "info") for m in self.all for p in m.redis_ports
+                       if m.redis[p].poll() is None]
+            return all(isinstance(answer, bytes) and b"cluster_state:ok" in answer
+                       for answer in answers)
         except OSError:
             return False
 
