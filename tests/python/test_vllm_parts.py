@@ -21,7 +21,7 @@ from kvkeep import vllm_identity as naming
 from kvkeep.v1 import kvkeep_pb2 as pb
 from kvkeep.vllm_blocks import (ORDER_PLAIN, ORDER_SIDE_BY_SIDE, ORDER_TRANSPOSED, EngineLayer,
                                 find_order, pieces)
-from kvkeep.vllm_orders import Report, Settings
+from kvkeep.vllm_orders import Orders, Report, Settings
 from tiny_engine import (BLOCK, ENGINE_BLOCK, FACTS, HEADS, RANKS, SIZE, Ask, Tiny, group, words)
 
 TIERS = """
@@ -236,6 +236,48 @@ def test_ranks_that_do_not_join_are_said_once(start, tiny, caplog):
     engine.scheduler._model = model
     assert engine.run(Ask("c", words(1, 40))) == 0
     assert engine.scheduler.counted()["queries"] == 1
+
+
+def test_a_step_that_computes_nothing_gives_way_to_a_load(start, tiny):
+    """vLLM asks again at once: without that, thousands of times, with Python's lock."""
+    engine = tiny(start(TIERS.format(1024)))
+    assert engine.run(Ask("a", words(1, 40))) == 0
+    engine.settle()
+    ask = Ask("b", words(1, 40))
+    found = engine.match(ask)
+    begun = threading.Event()
+    for worker in engine.workers:
+        copy = worker._copy
+
+        def slow(*arguments, copy=copy):
+            begun.set()
+            time.sleep(0.1)
+            copy(*arguments)
+
+        worker._copy = slow
+    steps = 0
+    step = engine.step
+
+    def counted(*arguments):
+        nonlocal steps
+        steps += 1
+        return step(*arguments)
+
+    engine.step = counted
+    engine.admit(ask, found)
+    assert begun.is_set() and 1 < steps <= 110  # of a millisecond or more, while it is copied
+    engine.check(ask, found)
+    engine.step = step
+    for idle, waits in ((True, 1), (False, 0)):  # with something to compute nobody waits
+        for worker in engine.workers:
+            waited = []
+            worker._copied.wait = waited.append
+            worker.begin(Orders(idle=idle))
+            worker.give_way()
+            assert len(waited) == waits
+            del worker._copied.wait
+    engine.step([(ask, 1)])
+    engine.finish(ask)
 
 
 def test_two_engines_share_byte_for_byte(start, tiny):

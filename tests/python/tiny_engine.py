@@ -101,6 +101,7 @@ class Tiny:
         report = Report()
         for worker, mine in zip(self.workers, copies):
             worker.save(mine)
+            worker.give_way()
             sent, received = worker.finished()
             for names, counts in ((sent, self.sent), (received, self.received)):
                 for name in names:

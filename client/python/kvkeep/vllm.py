@@ -172,8 +172,13 @@ class KvkeepConnector(KVConnectorBase_V1):
         assert self.worker is not None
         self.worker.save(_orders(self._get_connector_metadata()))
 
-    @_timed
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        assert self.worker is not None
+        self.worker.give_way()
+        return self._finished()
+
+    @_timed
+    def _finished(self) -> tuple[set[str] | None, set[str] | None]:
         assert self.worker is not None
         sent, received = self.worker.finished()
         return sent or None, received or None

@@ -122,6 +122,7 @@ class Orders:
     early_saves: list[Copy] = dataclasses.field(default_factory=list)    # before: of the preempted
     releases: list[str] = dataclasses.field(default_factory=list)        # nothing is saved of these
     preempted: list[str] = dataclasses.field(default_factory=list)       # their blocks go to others
+    idle: bool = False              # nothing is computed: what is asked for or loaded is waited for
 
 
 @dataclasses.dataclass

@@ -352,6 +352,7 @@ class SchedulerSide:
             self._finishing = [tracked for tracked in self._finishing
                                if not self._finish(orders, tracked)]
             orders.releases, self._releases = self._releases, []
+            orders.idle = not scheduled and bool(self._tracked)
         return orders
 
     def _advance(self, orders: Orders, tracked: _Tracked, count: int,

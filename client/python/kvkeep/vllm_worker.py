@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["WorkerSide"]
 
 JOIN_AGAIN_S = 1.0
+GIVE_WAY_S = 0.001
 
 logger = logging.getLogger("vllm.kvkeep")
 
@@ -91,6 +92,7 @@ class WorkerSide:
         self._wanted: Endpoint | None = None
         self._join_again = math.inf  # when to try again, where a try has failed
         self._lock = threading.Lock()
+        self._idle = False  # the step computes nothing
         self._ahead: set[int] = set()  # saves whose slots may be mapped while the forward runs
         self._report = Report()
         self._received: set[str] = set()
@@ -103,7 +105,7 @@ class WorkerSide:
         # With a device: saves, and which of whose are under way.
         self._late: queue.SimpleQueue[tuple[Copy, Any] | None] = queue.SimpleQueue()
         self._late_of: dict[str, set[int]] = {}
-        self._late_done = threading.Condition(self._lock)
+        self._copied = threading.Condition(self._lock)
         self._void: set[int] = set()  # orders whose blocks others may have by now
         self._late_thread: threading.Thread | None = None
         if device is not None:
@@ -111,7 +113,7 @@ class WorkerSide:
                                                  name="kvkeep-saves", daemon=True)
             self._late_thread.start()
 
-    # What vLLM's thread calls: none of these waits for the daemon.
+    # What vLLM's thread calls: none of these waits for the daemon, or while there is to compute.
 
     def begin(self, orders: Orders) -> None:
         """A step's orders have come; may be called again with the same."""
@@ -126,6 +128,7 @@ class WorkerSide:
         self._save_all(orders.early_saves)
         if self._device is not None and orders.preempted:
             self._await_late(orders.preempted)
+        self._idle = orders.idle
         orders.spaces, orders.early_saves, orders.preempted = (), [], []
         for copy in orders.saves if self._device is None else ():
             if copy.order not in self._ahead:
@@ -147,6 +150,16 @@ class WorkerSide:
                 self._sent.update(orders.releases)
             orders.releases = []
         orders.saves = []
+
+    def give_way(self) -> None:
+        """In a step that computes nothing: until a load has ended, or for a moment. vLLM would come
+        again at once, and hold Python's lock, for which a thread of ours would wait 5 ms each time
+        that it has let go of it (sys.getswitchinterval): a load of hundreds of copies, for seconds.
+        """
+        if self._idle:
+            with self._copied:
+                if not self._received:
+                    self._copied.wait(GIVE_WAY_S)
 
     def finished(self) -> tuple[set[str], set[str]]:
         """Requests whose last save, and whose load has ended, since the last call."""
@@ -200,10 +213,10 @@ class WorkerSide:
         """Until nothing reads these requests' blocks, which this step gives to others. What takes
         too long is not believed: its bytes may be another request's."""
         until = time.monotonic() + self.settings.call_timeout_s
-        with self._late_done:
+        with self._copied:
             for request_id in request_ids:
                 while request_id in self._late_of and time.monotonic() < until:
-                    self._late_done.wait(max(until - time.monotonic(), 0.001))
+                    self._copied.wait(max(until - time.monotonic(), 0.001))
                 self._void |= self._late_of.get(request_id, set())
 
     def _save(self, copy: Copy, lane: "Lane | None" = None, after: Any = None) -> None:
@@ -238,6 +251,7 @@ class WorkerSide:
                 self._failed_blocks.update(self._engine_blocks(copy))
             self._report.done[copy.order] = (well, 1)
             self._received.add(copy.request_id)
+            self._copied.notify_all()
 
     def _engine_blocks(self, copy: Copy) -> Iterable[int]:
         first = copy.first // self._engine_block_tokens
@@ -330,12 +344,12 @@ class WorkerSide:
             try:
                 self._save(copy, lane, after)
             finally:
-                with self._late_done:
+                with self._copied:
                     orders = self._late_of[copy.request_id]
                     orders.discard(copy.order)
                     if not orders:
                         del self._late_of[copy.request_id]
-                    self._late_done.notify_all()
+                    self._copied.notify_all()
 
     def _join(self, endpoint: Endpoint) -> None:
         old, self._link = self._link, None
