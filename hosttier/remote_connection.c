@@ -88,6 +88,7 @@ void kvk_remote_connection_close(struct kvk_remote_connection *connection, bool 
     connection->arrival = NULL;
     kvk_remote_crypt_destroy(connection->crypt);
     connection->crypt = NULL;
+    connection->reply_bytes = 0;
     connection->mid_reply = false;
     connection->in_value = false;
     connection->line_size = 0;

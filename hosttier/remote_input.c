@@ -110,6 +110,7 @@ static ssize_t reader_take(struct kvk_remote_connection *connection, const uint8
         }
         bool open = answer_take(connection, made);
         kvk_remote_reply_free(made);
+        connection->reply_bytes = 0;
         if (!open) {
             return -1;
         }

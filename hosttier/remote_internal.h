@@ -59,6 +59,9 @@ KVK_CHECKED bool kvk_remote_redirect_read(const char *text, size_t size, const c
 
 #define KVK_REMOTE_REPLY_TEXT_MAX 1024U /* of a text that is no value */
 #define KVK_REMOTE_REPLY_ELEMENTS_MAX 20000U
+/* Of one answer: the slots of the largest cluster that could be, each with four replicas. */
+#define KVK_REMOTE_REPLY_BYTES_MAX (64U << 20)
+#define KVK_REMOTE_REPLY_ALLOCATION 16U /* what the allocator adds */
 
 struct kvk_remote_reply {
     int type; /* REDIS_REPLY_… */
@@ -158,6 +161,7 @@ struct kvk_remote_connection {
     struct kvk_remote_output output;
     struct kvk_remote_crypt *crypt;     /* of the value that arrives */
     struct kvk_remote_arrival *arrival; /* one at a time */
+    size_t reply_bytes;                 /* memory of the answer that is being read */
     bool mid_reply, in_value;           /* where it is in its answers (remote_input.c) */
     uint8_t value_end;                  /* of the two bytes behind a value */
     uint8_t line_size;

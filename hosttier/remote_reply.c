@@ -1,12 +1,33 @@
 /*
  * Replies as hiredis' reader makes them: a header or a journal is looked at where it lies in the
- * reader's buffer; all else is a small bounded tree. A reply that is larger than any we ask for
- * ends its connection. Values that a FETCH waits for are not the reader's (remote_input.c).
+ * reader's buffer; all else is a tree whose memory is bounded as a whole, since trees of small
+ * arrays may go on for ever. A reply that is larger than any we ask for ends its connection. Values
+ * that a FETCH waits for are not the reader's (remote_input.c).
  */
 #include "hosttier/remote_internal.h"
 
+#include <hiredis/hiredis.h>
 #include <stdlib.h>
 #include <string.h>
+
+/* What hiredis 1.0 changed. Its doubles and booleans answer nothing that we ask. */
+#if HIREDIS_MAJOR >= 1
+typedef size_t array_count;
+
+static void *create_double(const redisReadTask *task, double value, char *text, size_t size)
+{
+    (void)task, (void)value, (void)text, (void)size;
+    return NULL;
+}
+
+static void *create_bool(const redisReadTask *task, int value)
+{
+    (void)task, (void)value;
+    return NULL;
+}
+#else
+typedef int array_count; /* not negative */
+#endif
 
 struct kvk_remote_reply kvk_remote_reply_value = {.type = REDIS_REPLY_STRING};
 
@@ -19,10 +40,18 @@ static void *attach(const redisReadTask *task, struct kvk_remote_reply *reply)
     return reply;
 }
 
+/* Memory of the answer that is being read; NULL too where that has become too large. */
+static void *reply_alloc(const redisReadTask *task, size_t size)
+{
+    struct kvk_remote_connection *connection = task->privdata;
+    connection->reply_bytes += size + KVK_REMOTE_REPLY_ALLOCATION;
+    return connection->reply_bytes <= KVK_REMOTE_REPLY_BYTES_MAX ? calloc(1, size) : NULL;
+}
+
 static struct kvk_remote_reply *reply_create(const redisReadTask *task, const char *text,
                                              size_t size)
 {
-    struct kvk_remote_reply *reply = calloc(1, sizeof(*reply) + size + 1);
+    struct kvk_remote_reply *reply = reply_alloc(task, sizeof(*reply) + size + 1);
     if (reply != NULL) {
         reply->type = task->type;
         reply->size = size;
@@ -73,14 +102,14 @@ static void *create_string(const redisReadTask *task, char *text, size_t size)
     return attach(task, reply_create(task, text, size));
 }
 
-static void *create_array(const redisReadTask *task, int count)
+static void *create_array(const redisReadTask *task, array_count count)
 {
-    if (count < 0 || (unsigned)count > KVK_REMOTE_REPLY_ELEMENTS_MAX) {
+    if ((size_t)count > KVK_REMOTE_REPLY_ELEMENTS_MAX) {
         return NULL;
     }
     struct kvk_remote_reply *reply = reply_create(task, NULL, 0);
     if (reply != NULL && count > 0) {
-        reply->elements = calloc((size_t)count, sizeof(struct kvk_remote_reply *));
+        reply->elements = reply_alloc(task, (size_t)count * sizeof(struct kvk_remote_reply *));
         if (reply->elements == NULL) {
             free(reply);
             return NULL;
@@ -104,7 +133,8 @@ static void *create_nil(const redisReadTask *task)
     return attach(task, reply_create(task, NULL, 0));
 }
 
-/* The reader nests 7 deep at most, so this does not run away. */
+/* The reader bounds how deep it nests: 7 to 9, and 1,024 in the newest, so this does not run away.
+ */
 void kvk_remote_reply_free(void *reply) // NOLINT(misc-no-recursion)
 {
     struct kvk_remote_reply *made = reply;
@@ -123,5 +153,9 @@ redisReplyObjectFunctions kvk_remote_reply_functions = {
     .createArray = create_array,
     .createInteger = create_integer,
     .createNil = create_nil,
+#if HIREDIS_MAJOR >= 1
+    .createDouble = create_double,
+    .createBool = create_bool,
+#endif
     .freeObject = kvk_remote_reply_free,
 };
