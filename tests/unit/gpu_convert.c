@@ -168,7 +168,8 @@ Test(gpu_convert, every_path_does_the_same_to_the_bit)
 /* All 256 codes, times scales that overflow, vanish, and are none. */
 Test(gpu_convert, every_code_widens_alike)
 {
-    static const float scales[] = {1, 0.37F, 0, 1e-30F, 1e36F, INFINITY, NAN};
+    static const float scales[] = {1,        0.37F,      -3.1F, 0,        1e-30F, 1e-42F,
+                                   0x1p110F, 0x1.8p119F, 1e36F, INFINITY, NAN};
     struct kvk_part narrow = kvk_part_of(KVK_FORMAT_FP8_E4M3, true, 1, 1, 256);
     uint8_t *bytes = bytes_of(narrow.size_bytes);
 
