@@ -132,14 +132,15 @@ static void resolve(struct kvk_remote_resolver *resolver, struct kvk_remote_node
     (void)snprintf(port, sizeof(port), "%u", node->address.port);
     struct addrinfo hints = {.ai_family = AF_UNSPEC, .ai_socktype = SOCK_STREAM};
     struct addrinfo *found = NULL;
-    int failed = getaddrinfo(node->address.host, port, &hints, &found);
-    if (failed == 0 && found != NULL && found->ai_addrlen <= sizeof(node->socket_address)) {
+    bool known = getaddrinfo(node->address.host, port, &hints, &found) == 0 && found != NULL &&
+                 found->ai_addrlen <= sizeof(node->socket_address);
+    kvk_lock(&resolver->lock);
+    if (known) {
         memcpy(&node->socket_address, found->ai_addr, found->ai_addrlen);
     }
-    kvk_lock(&resolver->lock);
     node->resolving = false;
-    node->resolve_failed = failed != 0 || found == NULL;
-    node->socket_address_size = node->resolve_failed ? 0 : found->ai_addrlen;
+    node->resolve_failed = !known;
+    node->socket_address_size = known ? found->ai_addrlen : 0;
     kvk_unlock(&resolver->lock);
     if (found != NULL) {
         freeaddrinfo(found);

@@ -214,7 +214,7 @@ struct kvk_remote_node {
     struct kvk_remote_address address;
     struct sockaddr_storage socket_address;
     socklen_t socket_address_size; /* 0: not resolved yet */
-    bool resolving;                /* lane->resolver_lock: it is the resolver's */
+    bool resolving;                /* remote->resolver.lock: it is the resolver's */
     bool resolve_failed;           /* likewise */
     bool seed, in_map;
     bool open;                     /* the breaker: nothing is sent but a greeting now and then */

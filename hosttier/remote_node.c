@@ -372,20 +372,18 @@ static uint32_t connections_wanted(const struct kvk_remote_node *node, uint64_t 
 static bool node_resolved(struct kvk_remote_node *node)
 {
     struct kvk_lock *lock = &node->lane->remote->resolver.lock;
-    if (node->socket_address_size > 0) {
-        return true;
-    }
     kvk_lock(lock);
+    bool resolved = node->socket_address_size > 0;
     bool resolving = node->resolving;
     bool failed = node->resolve_failed;
     node->resolve_failed = false;
     kvk_unlock(lock);
     if (failed) {
         kvk_remote_node_failed(node, "its name is not known");
-    } else if (!resolving) {
+    } else if (!resolved && !resolving) {
         kvk_remote_resolve(node->lane->remote, node);
     }
-    return false;
+    return resolved;
 }
 
 static void connection_tick(struct kvk_remote_connection *connection, uint64_t now)

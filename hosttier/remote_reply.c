@@ -81,8 +81,9 @@ static void *create_string(const redisReadTask *task, char *text, size_t size)
 {
     struct kvk_remote_connection *connection = task->privdata;
     struct kvk_remote_request *request = connection->sent.first;
+    /* What answers ASKING is no value, whatever it is. */
     bool value = task->parent == NULL && task->type == REDIS_REPLY_STRING && request != NULL &&
-                 request->kind == KVK_REMOTE_REQUEST_BLOCK;
+                 request->kind == KVK_REMOTE_REQUEST_BLOCK && !request->asking;
     if (value) {
         request->decoded = true;
         if (request->batch == NULL) {
@@ -91,8 +92,11 @@ static void *create_string(const redisReadTask *task, char *text, size_t size)
             request->result = KVK_REMOTE_ABSENT; /* GETRANGE of nothing */
         } else if (request->batch->operation == KVK_REMOTE_TAIL) {
             request->result = tail_take(&request->batch->blocks[request->block], text, size);
-        } else {
+        } else if (request->batch->operation == KVK_REMOTE_EXISTS) {
             request->result = kvk_remote_header_check(&request->want, (const uint8_t *)text, size);
+        } else {
+            /* Of a FETCH only what arrived in its place is believed. */
+            request->result = KVK_REMOTE_NOT_OURS;
         }
         return &kvk_remote_reply_value;
     }

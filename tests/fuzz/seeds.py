@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """The first inputs of the fuzz targets whose inputs have a form: well-formed calls to every method,
-configuration files, and conversations on the side socket.
+configuration files, conversations on the side socket and with a remote store.
 
     tests/fuzz/seeds.py FOLDER      writes FOLDER/TARGET/NAME
 """
@@ -237,6 +237,32 @@ PLAN_SEEDS = {
               b'"n_head": 3, "v_head_dim": 4, "head_dim": 5}',
 }
 
+# Each answer's first byte: 0 it is right, 2 changed, 3 other bytes, 4 cut, 5 twice, 6 slowly from
+# now on, 7 elsewhere. See remote_replies.c. The first answers are a greeting's and a map's.
+STORE_WORDS = [
+    b"$-1\r\n", b"+OK\r\n", b"$0\r\n\r\n", b":5\r\n", b"*0\r\n", b"$12x\r\n", b"$99999999\r\n",
+    b"-OOM command not allowed\r\n", b"-CLUSTERDOWN x\r\n", b"-TRYAGAIN x\r\n", b"-NOPERM\r\n",
+    b"-LOADING\r\n", b"-WRONGTYPE\r\n", b"-ERR This instance has cluster support disabled\r\n",
+    b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:7001\r\n",
+    b"*1\r\n*3\r\n:0\r\n:100\r\n*2\r\n$5\r\nhosty\r\n:7001\r\n",
+    b"*1\r\n*3\r\n:5\r\n:3\r\n*2\r\n$1\r\n?\r\n:0\r\n",
+]
+
+
+def store_seeds():
+    seeds = {}
+    for before in range(0, 24, 2):
+        right = bytes(before)
+        seeds[f"changed-{before}"] = right + b"\2" + struct.pack("<HB", before * 37, before)
+        seeds[f"cut-{before}"] = right + b"\4" + struct.pack("<H", before * 11)
+        seeds[f"ended-{before}"] = right + b"\x84" + struct.pack("<H", before * 11)
+        seeds[f"twice-{before}"] = right + b"\5"
+        seeds[f"slow-{before}"] = right + bytes([6 + 8 * before, before + 1])
+        seeds[f"moved-{before}"] = right + bytes([7 + 8 * (before % 8), 135 + 8 * (before % 4)])
+        for index, word in enumerate(STORE_WORDS):
+            seeds[f"word-{index}-{before}"] = right + bytes([3, len(word)]) + word
+    return seeds
+
 
 def main():
     folder = pathlib.Path(sys.argv[1])
@@ -244,7 +270,7 @@ def main():
                           ("side_socket", SIDE_SEEDS),
                           ("catalogue_records", catalogue_seeds()), ("keeper", KEEPER_SEEDS),
                           ("sidecar", SIDECAR_SEEDS), ("http", HTTP_SEEDS),
-                          ("plan_config", PLAN_SEEDS)):
+                          ("plan_config", PLAN_SEEDS), ("remote_replies", store_seeds())):
         place = folder / target
         place.mkdir(parents=True, exist_ok=True)
         for name, content in seeds.items():
