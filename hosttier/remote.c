@@ -126,21 +126,35 @@ void kvk_remote_resolve(struct kvk_remote *remote, struct kvk_remote_node *node)
     kvk_unlock(&resolver->lock);
 }
 
+/* Of the addresses of a name, whose turn it is: a server may listen to one family alone. */
+static const struct addrinfo *address_of_turn(const struct addrinfo *found, uint32_t turn)
+{
+    uint32_t count = 0;
+    for (const struct addrinfo *at = found; at != NULL; at = at->ai_next) {
+        count++;
+    }
+    for (turn = count > 0 ? turn % count : 0; turn > 0; turn--) {
+        found = found->ai_next;
+    }
+    return found;
+}
+
 static void resolve(struct kvk_remote_resolver *resolver, struct kvk_remote_node *node)
 {
     char port[8];
     (void)snprintf(port, sizeof(port), "%u", node->address.port);
     struct addrinfo hints = {.ai_family = AF_UNSPEC, .ai_socktype = SOCK_STREAM};
     struct addrinfo *found = NULL;
-    bool known = getaddrinfo(node->address.host, port, &hints, &found) == 0 && found != NULL &&
-                 found->ai_addrlen <= sizeof(node->socket_address);
+    bool known = getaddrinfo(node->address.host, port, &hints, &found) == 0;
+    const struct addrinfo *chosen = known ? address_of_turn(found, node->address_turn) : NULL;
+    known = chosen != NULL && chosen->ai_addrlen <= sizeof(node->socket_address);
     kvk_lock(&resolver->lock);
     if (known) {
-        memcpy(&node->socket_address, found->ai_addr, found->ai_addrlen);
+        memcpy(&node->socket_address, chosen->ai_addr, chosen->ai_addrlen);
     }
     node->resolving = false;
     node->resolve_failed = !known;
-    node->socket_address_size = known ? found->ai_addrlen : 0;
+    node->socket_address_size = known ? chosen->ai_addrlen : 0;
     kvk_unlock(&resolver->lock);
     if (found != NULL) {
         freeaddrinfo(found);

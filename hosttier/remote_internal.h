@@ -216,6 +216,7 @@ struct kvk_remote_node {
     socklen_t socket_address_size; /* 0: not resolved yet */
     bool resolving;                /* remote->resolver.lock: it is the resolver's */
     bool resolve_failed;           /* likewise */
+    uint32_t address_turn;         /* which of a name's addresses is taken, modulo their number */
     bool seed, in_map;
     bool open;                     /* the breaker: nothing is sent but a greeting now and then */
     uint32_t failures;             /* in a row */

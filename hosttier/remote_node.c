@@ -156,7 +156,8 @@ void kvk_remote_node_failed(struct kvk_remote_node *node, const char *reason)
         for (uint32_t i = 0; i < KVK_REMOTE_CONNECTIONS_MAX; i++) {
             kvk_remote_connection_close(&node->connections[i], false, "");
         }
-        address_of_number(node); /* a name may mean another machine by now */
+        node->address_turn++;
+        address_of_number(node); /* a name may mean another machine by now, or have more than one */
         kvk_remote_node_empty(node, false);
     }
 }

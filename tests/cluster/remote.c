@@ -435,6 +435,32 @@ static void house_open(void)
     CHECK(client_health(house.remote).node_count == 3 && client_health(house.remote).cluster);
 }
 
+/* Nodes that tell their names instead of addresses, as those behind TLS do, and nodes that tell
+ * neither: those are where the question went. */
+static void other_endpoints(void)
+{
+    static const char *const types[] = {"hostname", "unknown-endpoint", "ip"};
+    char seeds[64];
+    (void)snprintf(seeds, sizeof(seeds), "localhost:%u", house.port);
+    CHECK(remote_command("'%s' all %s config set cluster-announce-hostname localhost >/dev/null",
+                         house.helper, house.folder) == 0);
+    for (size_t i = 0; i < sizeof(types) / sizeof(types[0]); i++) {
+        struct client client;
+        struct kvk_remote *remote = NULL;
+        struct kvk_remote_options options = {.seeds = seeds};
+        CHECK(remote_command("'%s' all %s config set cluster-preferred-endpoint-type %s >/dev/null",
+                             house.helper, house.folder, types[i]) == 0);
+        CHECK(kvk_remote_open(&options, &remote, NULL) == KVK_OK);
+        CHECK(client_await(remote, KVK_REMOTE_GOOD, HEAL_MS));
+        CHECK(client_health(remote).node_count == 3 && client_health(remote).cluster);
+        client_init(&client, remote, &house.space, BATCH);
+        CHECK(client_run(&client, KVK_REMOTE_STORE, 0, BATCH, false, DEADLINE_MS) == BATCH);
+        CHECK(client_run(&client, KVK_REMOTE_FETCH, 0, BATCH, false, DEADLINE_MS) == BATCH);
+        client_finish(&client);
+        kvk_remote_close(remote);
+    }
+}
+
 static void close_under_way(void)
 {
     /* Nobody waits for ever: what is under way at the end is CANCELLED, or was done before. */
@@ -453,6 +479,8 @@ int main(void)
     strangers_and_old_times();
     foreign_writer();
     said("strangers, invalidated and scribbled values are misses");
+    other_endpoints();
+    said("nodes by name, and without");
     client_init(&load.client, house.remote, &house.space, BATCH);
     CHECK(pthread_create(&load.thread, NULL, load_main, NULL) == 0);
     ask();

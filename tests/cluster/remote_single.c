@@ -6,6 +6,7 @@
  * Skipped where redis-server is not installed.
  */
 #include <arpa/inet.h>
+#include <netdb.h>
 #include <netinet/in.h>
 #include <signal.h>
 #include <sys/socket.h>
@@ -303,6 +304,50 @@ static void deadline_passed(void)
     kvk_remote_close(remote);
 }
 
+/* The resolver of this program: a name has two addresses, and the server listens to the second. */
+static struct sockaddr_in two[2];
+static struct addrinfo found[2];
+
+int getaddrinfo(const char *node, const char *service, const struct addrinfo *hints,
+                struct addrinfo **result)
+{
+    (void)service;
+    (void)hints;
+    if (strcmp(node, "two.addresses") != 0) {
+        return EAI_NONAME;
+    }
+    for (int i = 0; i < 2; i++) {
+        two[i] = remote_address(i == 0 ? 1 : house.server.port);
+        found[i] = (struct addrinfo){
+            .ai_family = AF_INET,
+            .ai_socktype = SOCK_STREAM,
+            .ai_addr = (struct sockaddr *)&two[i],
+            .ai_addrlen = sizeof(two[i]),
+            .ai_next = i == 0 ? &found[1] : NULL,
+        };
+    }
+    *result = &found[0];
+    return 0;
+}
+
+void freeaddrinfo(struct addrinfo *result)
+{
+    CHECK(result == &found[0]);
+}
+
+static void a_name_of_two_addresses(void)
+{
+    struct kvk_remote *remote = NULL;
+    struct kvk_remote_options options = {
+        .seeds = "no.name:1,two.addresses:2",
+        .user = "kvkeep",
+        .password = "open-sesame",
+    };
+    CHECK(kvk_remote_open(&options, &remote, NULL) == KVK_OK);
+    use(remote);
+    kvk_remote_close(remote);
+}
+
 static void wrong_options(void)
 {
     const struct kvk_remote_options wrong[] = {
@@ -354,6 +399,8 @@ int main(void)
     remote = store_open("kvkeep", "open-sesame", "cert.pem", "store");
     use(remote);
     kvk_remote_close(remote);
+
+    a_name_of_two_addresses();
 
     lets_nobody_in(store_open("kvkeep", "wrong", NULL, NULL), "WRONGPASS");
     lets_nobody_in(store_open("", "", NULL, NULL), "NOAUTH");
