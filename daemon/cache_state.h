@@ -462,9 +462,10 @@ struct kvk_cache_stats {
     uint64_t public_store_failures;          /* files that could not be written or removed */
     uint64_t public_hits, public_hit_tokens; /* look-ups and openings that found public blocks */
     uint64_t disk_written_blocks, disk_written_bytes;
-    uint64_t disk_late_blocks;    /* left memory before their turn to be written */
-    uint64_t disk_skipped_blocks; /* not queued: too many were */
-    uint64_t disk_write_failures; /* blocks */
+    uint64_t disk_late_blocks;     /* left memory before their turn to be written */
+    uint64_t disk_skipped_blocks;  /* not queued: too many were */
+    uint64_t disk_write_failures;  /* blocks */
+    uint64_t disk_straight_blocks; /* of the written ones: from where they lay, without a copy */
     uint64_t disk_narrowed_blocks, disk_widened_blocks; /* in a compact format, down and up */
     uint64_t disk_unfit_blocks; /* not written: a value that is not finite has no compact form */
     uint64_t disk_extent_failures;

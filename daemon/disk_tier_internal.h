@@ -41,11 +41,12 @@ struct kvk_disk_tier {
     uint64_t staging_bytes;
     uint64_t leaving_count; /* slots, over all groups */
     uint64_t paused_until_ns;
-    uint64_t full_until_ns; /* no more extents are asked for */
-    uint8_t told_state;     /* as it was logged last */
-    bool slab_wanted;       /* by a group that has nothing to evict */
-    bool closing;           /* what is dropped stays recorded */
-    bool ready;             /* what was recorded is back: rounds may begin */
+    uint64_t full_until_ns;   /* no more extents are asked for */
+    uint64_t copies_until_ns; /* nothing is written from where it lies */
+    uint8_t told_state;       /* as it was logged last */
+    bool slab_wanted;         /* by a group that has nothing to evict */
+    bool closing;             /* what is dropped stays recorded */
+    bool ready;               /* what was recorded is back: rounds may begin */
 
     pthread_t thread;
     pthread_cond_t wake;
@@ -115,6 +116,14 @@ void kvk_disk_leaving_settle(struct kvk_cache *cache);
 void kvk_disk_punch_drops(struct kvk_cache *cache);
 KVK_CHECKED enum kvk_status kvk_disk_file_open_drops(struct kvk_cache *cache,
                                                      struct kvk_group *group);
+
+/* ---- disk_straight.c ---- */
+
+/* May the block be written from where it lies, beside so many bytes that are? */
+bool kvk_disk_is_straight(const struct kvk_cache *cache, const struct kvk_group *group,
+                          const struct kvk_block *block, uint64_t straight_bytes);
+/* How long the disk took for the last of them. */
+void kvk_disk_straight_took(struct kvk_cache *cache, uint64_t duration_ns);
 
 /* ---- disk_write.c ---- */
 

@@ -1,11 +1,11 @@
 /*
  * Writing behind: blocks that have earned a copy on disk get one, parents before children.
  *
- * A batch is gathered from the queue, copied to the buffer (the only time for which its blocks are
- * kept in their place), written, synced, and then attached and recorded. A block that changed
- * meanwhile, or whose parent did not come along, goes without. Where the disk has a compact format,
- * blocks are copied beside the buffer and converted into it, once they are known to be what was
- * sealed.
+ * A batch is gathered from the queue, written, synced, and then attached and recorded. What suits
+ * (disk_straight.c) is written from where it lies, and kept there until the disk has it; the rest
+ * is copied to the buffer first, and kept for the copy alone. A block that changed meanwhile, or
+ * whose parent did not come along, goes without. Where the disk has a compact format, blocks are
+ * copied beside the buffer and converted into it, once they are known to be what was sealed.
  */
 #include <sched.h>
 #include <stdlib.h>
@@ -24,18 +24,20 @@
 #define LOOKED_MAX (4U * KVK_DISK_BATCH_BLOCKS) /* blocks of the queue, for one batch */
 
 #define HELD_MAX 32U /* that are late, between two moments for others */
+#define SLICE 8U     /* blocks that are let go, likewise */
 
 /* One block of a batch. */
 struct entry {
     uint32_t block;
     uint32_t slot;
     enum kvk_tier source;
-    uint32_t first_piece; /* one per shard, and as many copies and sums */
+    uint32_t first_piece; /* one per shard, and as many sums */
     uint32_t shard_count;
     struct kvk_group *group;
     uint64_t staging_offset; /* of a block that is converted */
+    bool straight;           /* written from where it lies, and kept there; no copies */
     bool narrows;            /* what was copied is in the own format still */
-    bool copied;             /* it has pieces, copies and sums */
+    bool copied;             /* it has pieces and sums, and copies unless it is straight */
     bool staged;             /* and they are what was sealed, as the disk has it */
     bool written;
 };
@@ -49,7 +51,9 @@ struct batch {
     uint64_t *sums;      /* of the bytes in memory */
     uint64_t *disk_sums; /* of the bytes as stored */
     uint32_t piece_count;
+    uint32_t copy_count;
     uint64_t staging_bytes;
+    uint64_t straight_bytes;
 };
 
 /* ---- Queueing ---- */
@@ -264,7 +268,62 @@ static bool is_entrys_block(const struct kvk_cache *cache, const struct entry *e
            kvk_group_of(cache, kvk_index_block(cache->index, entry->block)) == entry->group;
 }
 
-/* Borrow what is still to be written, and say what is copied where. */
+static struct kvk_disk_piece piece_of(const struct entry *entry, uint32_t shard, void *memory,
+                                      uint64_t bytes)
+{
+    return (struct kvk_disk_piece){.file = entry->group->disk->file,
+                                   .slot = entry->slot,
+                                   .offset = entry->group->disk->shard_offset[shard],
+                                   .memory = memory,
+                                   .size_bytes = bytes};
+}
+
+/* The disk takes it from where it lies, and knows it by the checksums of sealing. */
+static void straight_begin(struct kvk_cache *cache, struct batch *batch, struct entry *entry,
+                           const struct kvk_block *block)
+{
+    entry->source = KVK_TIER_HOST;
+    const struct kvk_tier_form *form = &entry->group->forms[entry->source];
+    const uint64_t *known = kvk_block_checksums(cache, block, entry->source);
+    for (uint32_t shard = 0; shard < entry->shard_count; shard++) {
+        uint32_t at = entry->first_piece + shard;
+        batch->sums[at] = known[shard];
+        batch->pieces[at] =
+            piece_of(entry, shard, kvk_block_address(cache, block, entry->source, shard),
+                     form->shard_bytes[shard]);
+    }
+    entry->straight = true;
+    batch->straight_bytes += form->block_bytes;
+    kvk_upkeep_borrow_lasting(cache, entry->block, entry->source);
+}
+
+/* It is copied to `target`, or beside the buffer where it is converted. Returns what follows. */
+static uint8_t *copy_begin(struct kvk_cache *cache, struct batch *batch, struct entry *entry,
+                           const struct kvk_block *block, uint8_t *target, uint64_t *staged_bytes)
+{
+    const struct kvk_group *group = entry->group;
+    const struct kvk_tier_form *form = &group->forms[KVK_TIER_DISK];
+    entry->narrows = form->compact && !group->forms[entry->source].compact;
+    entry->staging_offset = *staged_bytes;
+    for (uint32_t shard = 0; shard < entry->shard_count; shard++) {
+        uint32_t at = entry->first_piece + shard;
+        uint64_t bytes = group->forms[entry->source].shard_bytes[shard];
+        uint64_t stride = group->disk->shard_stride[shard];
+        batch->copies[batch->copy_count++] = (struct kvk_copy){
+            .target = entry->narrows ? cache->disk_tier->staging + *staged_bytes : target,
+            .source = kvk_block_address(cache, block, entry->source, shard),
+            .size_bytes = bytes,
+            .checksum = &batch->sums[at]};
+        *staged_bytes += entry->narrows ? bytes : 0;
+        memset(target + form->shard_bytes[shard], 0, stride - form->shard_bytes[shard]);
+        batch->pieces[at] = piece_of(entry, shard, target, stride);
+        target += stride;
+    }
+    kvk_upkeep_borrow(cache, entry->block, entry->source);
+    return target;
+}
+
+/* Borrow what is still to be written, and say what comes from where. Returns how many pieces. */
 static uint32_t stage_begin(struct kvk_cache *cache, struct batch *batch)
 {
     uint8_t *target = cache->disk_tier->buffer;
@@ -272,7 +331,6 @@ static uint32_t stage_begin(struct kvk_cache *cache, struct batch *batch)
     uint32_t count = 0;
     for (uint32_t i = 0; i < batch->count; i++) {
         struct entry *entry = &batch->entries[i];
-        struct kvk_group *group = entry->group;
         entry->first_piece = count;
         if (!is_entrys_block(cache, entry)) {
             continue;
@@ -281,31 +339,15 @@ static uint32_t stage_begin(struct kvk_cache *cache, struct batch *batch)
         if (!kvk_disk_is_memory(block)) {
             continue;
         }
-        const struct kvk_tier_form *form = &group->forms[KVK_TIER_DISK];
         entry->source = kvk_block_tier(block);
-        entry->narrows = form->compact && !group->forms[entry->source].compact;
         entry->copied = true;
         entry->staged = true;
-        entry->staging_offset = staged_bytes;
-        for (uint32_t shard = 0; shard < entry->shard_count; shard++, count++) {
-            uint64_t bytes = group->forms[entry->source].shard_bytes[shard];
-            uint64_t stride = group->disk->shard_stride[shard];
-            batch->copies[count] = (struct kvk_copy){
-                .target = entry->narrows ? cache->disk_tier->staging + staged_bytes : target,
-                .source = kvk_block_address(cache, block, entry->source, shard),
-                .size_bytes = bytes,
-                .checksum = &batch->sums[count]};
-            staged_bytes += entry->narrows ? bytes : 0;
-            memset(target + form->shard_bytes[shard], 0, stride - form->shard_bytes[shard]);
-            batch->pieces[count] =
-                (struct kvk_disk_piece){.file = group->disk->file,
-                                        .slot = entry->slot,
-                                        .offset = group->disk->shard_offset[shard],
-                                        .memory = target,
-                                        .size_bytes = stride};
-            target += stride;
+        if (kvk_disk_is_straight(cache, entry->group, block, batch->straight_bytes)) {
+            straight_begin(cache, batch, entry, block);
+        } else {
+            target = copy_begin(cache, batch, entry, block, target, &staged_bytes);
         }
-        kvk_upkeep_borrow(cache, entry->block, entry->source);
+        count += entry->shard_count;
     }
     return count;
 }
@@ -331,7 +373,7 @@ static void stage_end(struct kvk_cache *cache, struct batch *batch, bool copied)
 {
     for (uint32_t i = 0; i < batch->count; i++) {
         struct entry *entry = &batch->entries[i];
-        if (!entry->staged) {
+        if (!entry->staged || entry->straight) {
             continue;
         }
         entry->staged = copied && sums_match(cache, batch, entry);
@@ -342,6 +384,24 @@ static void stage_end(struct kvk_cache *cache, struct batch *batch, bool copied)
             kvk_block_discredit(cache, entry->block, entry->source);
         }
         kvk_upkeep_return(cache, entry->block, entry->source);
+    }
+}
+
+/* The disk has them, or will not. */
+static void straight_end(struct kvk_cache *cache, const struct batch *batch)
+{
+    uint32_t ended = 0;
+    for (uint32_t i = 0; i < batch->count; i++) {
+        const struct entry *entry = &batch->entries[i];
+        if (!entry->straight) {
+            continue;
+        }
+        kvk_upkeep_return_lasting(cache, entry->block, entry->source);
+        ended++;
+        if (ended % SLICE == 0) {
+            kvk_unlock(&cache->lock); /* whoever waits for it goes first */
+            kvk_lock(&cache->lock);
+        }
     }
 }
 
@@ -425,8 +485,7 @@ static enum kvk_status write_unlocked(struct kvk_cache *cache, struct batch *bat
             entry->written = batch->pieces[entry->first_piece + shard].status == KVK_OK;
         }
     }
-    enum kvk_status synced = sync_unlocked(batch, error);
-    return status != KVK_OK ? status : synced;
+    return status;
 }
 
 /* ---- Attaching ---- */
@@ -491,6 +550,7 @@ static bool attach(struct kvk_cache *cache, const struct batch *batch, const str
     cache->stats.disk_written_blocks++;
     cache->stats.disk_written_bytes += entry->group->tiers[KVK_TIER_DISK].arena.slot_bytes;
     cache->stats.disk_narrowed_blocks += entry->narrows ? 1 : 0;
+    cache->stats.disk_straight_blocks += entry->straight ? 1 : 0;
     return true;
 }
 
@@ -514,30 +574,50 @@ static uint32_t batch_end(struct kvk_cache *cache, struct batch *batch)
 
 /* ---- A batch ---- */
 
-static enum kvk_status batch_write_drops(struct kvk_cache *cache, struct batch *batch,
+/* What is not written from where it lies, to the buffer. */
+static enum kvk_status copies_make_drops(struct kvk_cache *cache, struct batch *batch,
                                          struct kvk_error *error)
 {
     struct kvk_device *device = cache->tiers[KVK_TIER_DEVICE].device != NULL
                                     ? cache->tiers[KVK_TIER_DEVICE].device
                                     : cache->tiers[KVK_TIER_HOST].device;
-    uint32_t count = stage_begin(cache, batch);
-    if (count == 0) {
+    if (batch->copy_count == 0) {
         return KVK_OK;
     }
     kvk_unlock(&cache->lock);
     enum kvk_status status =
-        kvk_mover_copy_behind(cache->mover, device, batch->copies, count, error);
+        kvk_mover_copy_behind(cache->mover, device, batch->copies, batch->copy_count, error);
     kvk_lock(&cache->lock);
     cache->stats.copy_failures += status == KVK_OK ? 0 : 1;
     stage_end(cache, batch, status == KVK_OK);
-    if (status == KVK_OK) {
-        kvk_unlock(&cache->lock);
-        uint32_t unfit = batch_convert_unlocked(cache, batch);
-        status = write_unlocked(cache, batch, count, error);
-        kvk_lock(&cache->lock);
-        cache->stats.disk_unfit_blocks += unfit;
-    }
     return status;
+}
+
+static enum kvk_status batch_write_drops(struct kvk_cache *cache, struct batch *batch,
+                                         struct kvk_error *error)
+{
+    uint32_t count = stage_begin(cache, batch);
+    if (count == 0) {
+        return KVK_OK;
+    }
+    enum kvk_status status = copies_make_drops(cache, batch, error);
+    if (status != KVK_OK) {
+        straight_end(cache, batch);
+        return status;
+    }
+    kvk_unlock(&cache->lock);
+    uint32_t unfit = batch_convert_unlocked(cache, batch);
+    uint64_t begun_ns = kvk_clock_now(cache->clock);
+    status = write_unlocked(cache, batch, count, error);
+    uint64_t took_ns = kvk_clock_now(cache->clock) - begun_ns;
+    kvk_lock(&cache->lock);
+    cache->stats.disk_unfit_blocks += unfit;
+    kvk_disk_straight_took(cache, took_ns);
+    straight_end(cache, batch);
+    kvk_unlock(&cache->lock);
+    enum kvk_status synced = sync_unlocked(batch, error);
+    kvk_lock(&cache->lock);
+    return status != KVK_OK ? status : synced;
 }
 
 bool kvk_disk_write_drops(struct kvk_cache *cache)

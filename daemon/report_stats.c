@@ -93,6 +93,7 @@ static const struct named counters[] = {
     COUNTER(disk_extent_failures, "disk_extent_failures"),
     COUNTER(disk_restored_blocks, "disk_restored_blocks"),
     COUNTER(disk_restored_bytes, "disk_restored_bytes"),
+    COUNTER(disk_straight_blocks, "disk_straight_blocks"),
     COUNTER(disk_narrowed_blocks, "disk_narrowed_blocks"),
     COUNTER(disk_widened_blocks, "disk_widened_blocks"),
     COUNTER(disk_unfit_blocks, "disk_unfit_blocks"),

@@ -354,6 +354,13 @@ static enum kvk_status wait_drops(struct kvk_cache *cache, const struct kvk_call
     return KVK_OK;
 }
 
+/* Nothing else makes room: what is being written to disk from where it lies is back soon.
+ * KVK_EXHAUSTED: there is no such thing. */
+static enum kvk_status wait_for_disk_drops(struct kvk_cache *cache, const struct kvk_caller *caller)
+{
+    return kvk_upkeep_keeps_room(cache) ? wait_drops(cache, caller) : KVK_EXHAUSTED;
+}
+
 /* Get the group at least one slot further in the tier. KVK_EXHAUSTED: nothing can be done. */
 static enum kvk_status step_drops(struct kvk_cache *cache, struct kvk_group *group,
                                   enum kvk_tier tier, const struct kvk_room_want *want,
@@ -465,10 +472,11 @@ enum kvk_status kvk_room_make_drops(struct kvk_cache *cache, struct kvk_space *s
     space->reference_count++;
     enum kvk_status status = check_patience_drops(cache, caller, error);
     uint64_t left_bytes = kvk_quota_left(cache, space->tenant, want->tier);
-    bool waited = status == KVK_OK && kvk_upkeep_keeps_room(cache) && cache->threads;
+    bool waited = status == KVK_OK && kvk_upkeep_keeps_room_briefly(cache) && cache->threads;
     if (waited) {
         status = wait_drops(cache, caller);
     }
+    bool stepped = waited;
     for (uint32_t g = 0; g < space->group_count && status == KVK_OK && !waited; g++) {
         struct kvk_group *group = space->groups[g];
         if (want->counts[g] == 0 || !group->tiers[want->tier].present) {
@@ -479,10 +487,18 @@ enum kvk_status kvk_room_make_drops(struct kvk_cache *cache, struct kvk_space *s
             continue;
         }
         struct kvk_error step_error = {.status = KVK_OK};
+        stepped = true;
         status = step_drops(cache, group, want->tier, want, (uint32_t)missing, caller, &step_error);
+        if (status == KVK_EXHAUSTED && step_error.status == KVK_OK) {
+            status = wait_for_disk_drops(cache, caller);
+        }
         status = step_verdict(cache, space, want, missing * group->forms[want->tier].block_bytes,
                               status, &step_error, caller, error);
         break;
+    }
+    if (status == KVK_OK && !stepped) { /* there are slots, but the budget is full */
+        enum kvk_status waiting = wait_for_disk_drops(cache, caller);
+        KVK_ASSERT(waiting == KVK_OK || waiting == KVK_EXHAUSTED); /* the next try says so */
     }
     space->reference_count--;
     return status;

@@ -170,6 +170,11 @@ const char *kvk_disk_path_name(const struct kvk_disk *disk)
     return disk->direct ? "threads+direct" : "threads";
 }
 
+bool kvk_disk_goes_straight(const struct kvk_disk *disk, const void *memory, uint64_t size_bytes)
+{
+    return (uintptr_t)memory % disk->memory_align == 0 && size_bytes % KVK_DISK_ALIGN == 0;
+}
+
 /* ---- A call ---- */
 
 /* What a call is about, and how far it is. */
@@ -386,6 +391,19 @@ static void piece_hash(struct kvk_disk_piece *piece)
     }
 }
 
+/* How many requests to wait for. Whoever waits for bytes gets each at once, and hashes it while the
+ * rest is read. What is written behind has nothing to do but to refill the window: every waking
+ * would take a processor from somebody. */
+static uint32_t count_to_wait_for(const struct moving *moving)
+{
+    KVK_ASSERT(moving->under_way > 0);
+    if (moving->class != KVK_DISK_BEHIND || !moving->write) {
+        return 1;
+    }
+    bool refills = moving->piece < moving->count && moving->under_way > KVK_DISK_WINDOW / 2;
+    return refills ? KVK_DISK_WINDOW / 2 : moving->under_way;
+}
+
 /* Wait for what is done, settle it, refill the window, and only then hash: the disk goes on
  * meanwhile. */
 static void requests_wait(struct moving *moving)
@@ -395,11 +413,14 @@ static void requests_wait(struct moving *moving)
     uint32_t touched_count = 0;
 
     kvk_lock(&queue->lock);
-    while (moving->run.finished == NULL) {
+    moving->run.wanted_count = count_to_wait_for(moving);
+    while (moving->run.finished_count < moving->run.wanted_count) {
         (void)kvk_condition_wait(&moving->run.done, &queue->lock, UINT64_MAX);
     }
     struct kvk_disk_request *chain = moving->run.finished;
     moving->run.finished = NULL;
+    moving->run.finished_count = 0;
+    moving->run.wanted_count = 0;
     kvk_unlock(&queue->lock);
 
     while (chain != NULL) {

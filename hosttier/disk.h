@@ -57,6 +57,9 @@ void kvk_disk_close(struct kvk_disk *disk); /* after all its files are closed; N
 /* "uring+direct", "threads+direct", "uring", "threads": for status and logs. */
 const char *kvk_disk_path_name(const struct kvk_disk *disk);
 
+/* Do `size_bytes` at this address move without a buffer of ours? */
+bool kvk_disk_goes_straight(const struct kvk_disk *disk, const void *memory, uint64_t size_bytes);
+
 /* ---- Files: named by numbers alone, so that no name of a tenant or model is a path ---- */
 
 /* Bytes that a shard of `shard_bytes` takes in a slot, and so the stride of a slot. */

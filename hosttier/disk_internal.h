@@ -62,7 +62,9 @@ struct kvk_disk_request {
 /* One call's requests; in its frame. */
 struct kvk_disk_run {
     pthread_cond_t done;
-    struct kvk_disk_request *finished; /* with the queue's lock */
+    struct kvk_disk_request *finished; /* with the queue's lock, as the next two */
+    uint32_t finished_count;
+    uint32_t wanted_count; /* that the call waits for: it is not woken before */
     struct kvk_disk_request requests[KVK_DISK_WINDOW];
 };
 

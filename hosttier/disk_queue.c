@@ -210,8 +210,11 @@ void kvk_disk_queue_done(struct kvk_disk_queue *queue, struct kvk_disk_request *
         struct kvk_disk_run *run = request->run;
         request->next = run->finished;
         run->finished = request;
+        run->finished_count++;
         /* With the lock: the run is in its caller's frame, which may go once this is seen. */
-        (void)pthread_cond_signal(&run->done);
+        if (run->finished_count == run->wanted_count) {
+            (void)pthread_cond_signal(&run->done);
+        }
     }
     if (queue->wake_fd < 0) {
         (void)pthread_cond_signal(&queue->work); /* a class may have been at its limit */

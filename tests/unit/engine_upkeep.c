@@ -154,3 +154,59 @@ Test(upkeep, kept_twice)
     cr_assert_not(keeps_room(&kept));
     kept_stop(&kept);
 }
+
+static void lasting_all(struct kept *kept,
+                        void (*with)(struct kvk_cache *cache, uint32_t block, enum kvk_tier tier))
+{
+    kvk_lock(&kept->house.cache->lock);
+    for (uint32_t i = 0; i < BLOCKS; i++) {
+        with(kept->house.cache, kept->blocks[i], KVK_TIER_HOST);
+    }
+    kvk_unlock(&kept->house.cache->lock);
+}
+
+/* What a disk takes its time for is waited for a while; and beside brief work each is told apart.
+ */
+Test(upkeep, what_lasts_is_waited_for_a_while, .timeout = 290)
+{
+    struct kept kept;
+    kept_start(&kept);
+    struct kvk_cache *cache = kept.house.cache;
+    lasting_all(&kept, kvk_upkeep_borrow_lasting);
+    house_close(&kept.house, kept.session, kept.sequence);
+    cr_assert(keeps_room(&kept));
+    kvk_lock(&cache->lock);
+    cr_assert_not(kvk_upkeep_keeps_room_briefly(cache));
+    kvk_unlock(&cache->lock);
+    borrow_all(&kept);
+    return_all(&kept);
+    cr_assert(keeps_room(&kept), "the lasting ones are there still");
+
+    struct opener opener = {.kept = &kept};
+    pthread_t thread;
+    cr_assert_eq(pthread_create(&thread, NULL, open_other, &opener), 0);
+    house_sleep_ms(100);
+    cr_assert_not(atomic_load(&opener.done), "it waits");
+    lasting_all(&kept, kvk_upkeep_return_lasting);
+    cr_assert_eq(pthread_join(thread, NULL), 0);
+    cr_assert_eq(opener.status, KVK_OK, "%s", kept.house.error.text);
+    house_close(&kept.house, kept.session, opener.sequence);
+    kept_stop(&kept);
+}
+
+/* A disk that hangs may hang for ever. */
+Test(upkeep, what_hangs_is_not_waited_for, .timeout = 290)
+{
+    struct kept kept;
+    kept_start(&kept);
+    lasting_all(&kept, kvk_upkeep_borrow_lasting);
+    house_close(&kept.house, kept.session, kept.sequence);
+    uint64_t begun = kvk_clock_now(kvk_clock_monotonic());
+    struct opener opener = {.kept = &kept};
+    (void)open_other(&opener);
+    cr_assert_eq(opener.status, KVK_EXHAUSTED);
+    cr_assert_geq(kvk_clock_now(kvk_clock_monotonic()) - begun, KVK_UPKEEP_LASTING_NS / 2);
+    cr_assert_not(keeps_room(&kept));
+    lasting_all(&kept, kvk_upkeep_return_lasting);
+    kept_stop(&kept);
+}
