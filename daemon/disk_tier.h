@@ -7,10 +7,10 @@
  * moment by a call that is bringing it back.
  *
  * Writing runs behind: blocks that were used [durable] disk_admit_uses times are queued, written,
- * synced and recorded by one thread, from where they lie (disk_straight.c: a small share of the host
- * tier at a time, kept in its place meanwhile) or from a copy (kept for the copying alone). Nothing
- * else in memory waits for it; a block that leaves memory before its turn is simply not on disk. A
- * slot whose block left it is free only when the removal of its record is committed.
+ * synced and recorded by one thread, from where they lie (disk_straight.c: a small share of the
+ * host tier at a time, kept in its place meanwhile) or from a copy (kept for the copying alone).
+ * Nothing else in memory waits for it; a block that leaves memory before its turn is simply not on
+ * disk. A slot whose block left it is free only when the removal of its record is committed.
  *
  * A disk that fails, is full or read-only turns into fewer hits and words in the log, no more.
  *
