@@ -468,7 +468,11 @@ static void bf16_finish(const struct kvk_attend *attend, const struct kvk_attend
             lanes_store(values + i + LANES, values_order(low, high, 1));
         }
     }
-    kvk_attend_avx512.finish(attend, rows, row, output, lse);
+    /* In order now, as sums of fp32 are. */
+    struct kvk_attend plain = *attend;
+    plain.format_v = KVK_FORMAT_FP32;
+    plain.latent = false;
+    kvk_attend_avx512.finish(&plain, rows, row, output, lse);
 }
 
 const struct kvk_attend_kernel kvk_attend_avx512_bf16 = {
