@@ -149,6 +149,7 @@ struct kvk_config {
     uint32_t copy_threads;
     uint32_t attend_threads; /* 0: as many as processors */
     uint32_t copy_queue;     /* jobs that may wait */
+    bool overcommit;         /* the tiers may be larger than the machine's memory */
     bool huge_pages;
     bool interleave_memory;
     bool lock_memory;

@@ -332,6 +332,13 @@ static const struct kvk_option_field tiers_fields[] = {
      .minimum = 1,
      .maximum = 1 << 20,
      .help = "Copy jobs that may wait or run; more are refused."},
+    {.name = "overcommit",
+     .kind = KVK_OPTION_BOOL,
+     AT(overcommit),
+     .fallback = "no",
+     .help = "Start though the tiers of the machine's memory are larger together than what it has, "
+             "or the control group that kvkeepd runs in. Without it that is refused: the system "
+             "would end some process when they fill."},
     {.name = "huge_pages",
      .kind = KVK_OPTION_BOOL,
      AT(huge_pages),

@@ -1,6 +1,8 @@
 #include "daemon/devices.h"
 
+#include "base/bytes.h"
 #include "base/log.h"
+#include "base/machine_memory.h"
 #include "gpu/device_cuda.h"
 
 /* The GPUs, or none where that is no reason not to start. */
@@ -32,6 +34,26 @@ static enum kvk_status gpus_open(const struct kvk_config *config, struct kvk_dev
     return KVK_OK;
 }
 
+/* Tiers that can never be had would be somebody's end when they fill. */
+static enum kvk_status memory_check(const struct kvk_config *config, uint64_t device_bytes,
+                                    struct kvk_error *error)
+{
+    struct kvk_machine_memory memory;
+    char wanted[KVK_BYTES_TEXT_SIZE];
+    char there[KVK_BYTES_TEXT_SIZE];
+    uint64_t sum = device_bytes + config->host_bytes;
+    if (config->overcommit || !kvk_machine_memory("", &memory) || sum <= memory.limit_bytes) {
+        return KVK_OK;
+    }
+    const char *field = config->host_bytes > 0 ? "tiers.host_bytes" : "tiers.device_bytes";
+    return kvk_fail_limit(
+        error, KVK_INVALID, KVK_CAUSE_FIELD, field, sum, memory.limit_bytes,
+        "%s%s takes %s, but %s has %s: make it smaller, or set tiers.overcommit",
+        device_bytes > 0 && config->host_bytes > 0 ? "tiers.device_bytes with " : "", field,
+        kvk_bytes_text(sum, wanted), memory.is_group ? "the control group" : "the machine",
+        kvk_bytes_text(memory.limit_bytes, there));
+}
+
 enum kvk_status kvk_devices_open(const struct kvk_config *config, struct kvk_device **device,
                                  struct kvk_device **host, struct kvk_error *error)
 {
@@ -45,10 +67,16 @@ enum kvk_status kvk_devices_open(const struct kvk_config *config, struct kvk_dev
     if (config->device_bytes > 0 && config->device_kind == KVK_DEVICE_CUDA) {
         status = gpus_open(config, device, error);
         if (status == KVK_OK && *device != NULL) {
+            status = memory_check(config, 0, error);
+        }
+        if (status == KVK_OK && *device != NULL) {
             struct kvk_device_cpu_options locked = options;
             locked.watch = kvk_device_cuda_watch(*device);
             return kvk_device_cpu_open(&locked, host, error);
         }
+    }
+    if (status == KVK_OK && *device == NULL) {
+        status = memory_check(config, config->device_bytes, error);
     }
     if (status == KVK_OK && config->device_bytes > 0) {
         status = kvk_device_cpu_open(&options, device, error);

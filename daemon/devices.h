@@ -10,8 +10,10 @@
 #include "daemon/config.h"
 #include "gpu/device.h"
 
-/* Each the caller's to close, `host` first; NULL: there is no such tier. With GPUs there is always
- * one of the host, for what workers map beside the tiers. */
+/* Tiers of more memory than the machine has are refused, unless the configuration allows it
+ * (KVK_INVALID names the field and the limit). Each the caller's to close, also after an error,
+ * `host` first; NULL: there is no such tier. With GPUs there is always one of the host, for what
+ * workers map beside the tiers. */
 KVK_CHECKED enum kvk_status kvk_devices_open(const struct kvk_config *config,
                                              struct kvk_device **device, struct kvk_device **host,
                                              struct kvk_error *error);

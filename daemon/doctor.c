@@ -322,6 +322,34 @@ static void check_strays(const struct kvk_facts *facts, struct kvk_doctor_report
     }
 }
 
+/* What the tiers have not taken yet is not there any more: others have it. */
+static void check_memory(const struct kvk_facts *facts, struct kvk_doctor_report *report)
+{
+    char wanted[KVK_BYTES_TEXT_SIZE];
+    char available[KVK_BYTES_TEXT_SIZE];
+    char there[KVK_BYTES_TEXT_SIZE];
+    uint64_t growth = 0;
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+        const struct kvk_tier_report *tier = &facts->tiers[i];
+        bool is_gpu = i == KVK_TIER_DEVICE && facts->device.can_fail;
+        growth += !is_gpu && tier->limit_bytes > tier->slab_bytes
+                      ? tier->limit_bytes - tier->slab_bytes
+                      : 0;
+    }
+    if (!facts->memory_known || growth <= facts->memory.available_bytes) {
+        return;
+    }
+    struct kvk_finding *finding = find(report, "memory_short", KVK_SEVERITY_WARNING,
+                                       "The tiers may grow by more memory than is left");
+    evidence(finding, "They have not taken %s of their limits yet; %s of %s %s are available.",
+             kvk_bytes_text(growth, wanted),
+             kvk_bytes_text(facts->memory.available_bytes, available),
+             facts->memory.is_group ? "the control group's" : "the machine's",
+             kvk_bytes_text(facts->memory.limit_bytes, there));
+    action(finding, "Make [tiers] smaller or give the machine's other programs less, before the "
+                    "system ends one of them, or this one.");
+}
+
 /* ---- Ranks and worth ---- */
 
 static void check_ranks(const struct kvk_facts *facts, struct kvk_doctor_report *report)
@@ -641,7 +669,7 @@ static void (*const checks[])(const struct kvk_facts *facts, struct kvk_doctor_r
     check_refusals,    check_leases,   check_growth,    check_scattered, check_quarantine,
     check_strays,      check_ranks,    check_gap,       check_worth,     check_journal,
     check_metadata,    check_device,   check_disk,      check_catalogue, check_keeper,
-    check_opaque,      check_draining, check_remote,
+    check_opaque,      check_draining, check_remote,    check_memory,
 };
 #define CHECK_COUNT (sizeof(checks) / sizeof(checks[0]))
 

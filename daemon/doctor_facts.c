@@ -343,6 +343,7 @@ enum kvk_status kvk_facts_gather(struct kvk_cache *cache, const struct kvk_calle
     kvk_lock(&cache->lock);
     facts_take_drops(cache, facts);
     kvk_unlock(&cache->lock);
+    facts->memory_known = kvk_machine_memory("", &facts->memory);
     if (facts->has_disk) {
         kvk_disk_health(cache->disk, &facts->disk);
     }

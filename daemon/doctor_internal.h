@@ -4,6 +4,7 @@
 #ifndef KVK_DAEMON_DOCTOR_INTERNAL_H
 #define KVK_DAEMON_DOCTOR_INTERNAL_H
 
+#include "base/machine_memory.h"
 #include "daemon/doctor.h"
 #include "daemon/report_internal.h"
 #include "daemon/scrub.h"
@@ -32,6 +33,8 @@ struct kvk_facts {
     uint64_t state_blocks[KVK_BLOCK_STATE_COUNT];
     struct kvk_index_stats index;
     uint64_t metadata_bytes; /* of the daemon's own tables */
+    bool memory_known;
+    struct kvk_machine_memory memory; /* where memory_known */
 
     uint32_t old_leases; /* longer than KVK_DOCTOR_LEASE_OLD_NS */
     struct kvk_example oldest_lease;

@@ -212,6 +212,25 @@ def test_bad_configuration_is_named_at_once(folder, text, field, line):
             assert f"{path}:{line}" in result.stderr, result.stderr
 
 
+def test_tiers_that_the_machine_cannot_have(folder, start):
+    """They are refused at once, in words; the configuration alone is right, for another machine."""
+    tiers = "[tiers]\ndevice_bytes = 1 TiB\nhost_bytes = 15 TiB\n"
+    path = os.path.join(folder, "large.ini")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(tiers)
+    result, seconds = run("--config", path, "--socket", os.path.join(folder, "s"))
+    assert result.returncode == 1 and seconds < promised(2)
+    for words in ("tiers.device_bytes with tiers.host_bytes takes 16.0 TiB", "tiers.overcommit"):
+        assert words in result.stderr, result.stderr
+    result, _ = run("--config", path, "--check-config")
+    assert result.returncode == 0, result.stderr
+    daemon = start(tiers + "overcommit = yes\n")
+    worker = Worker(daemon)
+    answer = worker.call("Doctor", pb.DoctorRequest(), stub=worker.admin)
+    assert b"memory_short" in [finding.code for finding in answer.findings]
+    worker.leave()
+
+
 def test_command_line(folder):
     result, _ = run("--version")
     assert result.returncode == 0 and result.stdout.startswith("kvkeepd ")

@@ -514,6 +514,37 @@ Test(doctor, metadata_disk_catalogue_and_keeper)
     free(facts);
 }
 
+/* Tiers that have not taken what they may take, beside programs that have taken it. */
+Test(doctor, memory_that_others_took)
+{
+    struct ward ward;
+    ward_start(&ward);
+    struct kvk_facts facts = {.scattered_tier = -1, .has_keeper = true};
+    facts.tiers[KVK_TIER_DEVICE] =
+        (struct kvk_tier_report){.limit_bytes = UINT64_C(3) << 30, .slab_bytes = UINT64_C(1) << 30};
+    facts.tiers[KVK_TIER_HOST] =
+        (struct kvk_tier_report){.limit_bytes = UINT64_C(8) << 30, .slab_bytes = UINT64_C(2) << 30};
+    facts.memory = (struct kvk_machine_memory){.limit_bytes = UINT64_C(16) << 30,
+                                               .available_bytes = UINT64_C(8) << 30};
+    kvk_facts_judge(&facts, &ward.report); /* not known */
+    cr_expect_null(finding_in(&ward.report, "memory_short"));
+    facts.memory_known = true;
+    kvk_facts_judge(&facts, &ward.report); /* just enough */
+    cr_expect_null(finding_in(&ward.report, "memory_short"));
+    facts.memory.available_bytes -= UINT64_C(1) << 30;
+    kvk_facts_judge(&facts, &ward.report);
+    expect_words(finding_in(&ward.report, "memory_short"), KVK_SEVERITY_WARNING,
+                 WORDS("8.0 GiB", "7.0 GiB of the machine's 16.0 GiB"));
+    facts.memory.is_group = true;
+    kvk_facts_judge(&facts, &ward.report);
+    expect_words(finding_in(&ward.report, "memory_short"), KVK_SEVERITY_WARNING,
+                 WORDS("the control group's 16.0 GiB"));
+    facts.device.can_fail = true; /* a GPU's memory is its own */
+    kvk_facts_judge(&facts, &ward.report);
+    cr_expect_null(finding_in(&ward.report, "memory_short"));
+    house_stop(ward.house);
+}
+
 Test(doctor, gpus)
 {
     struct kvk_doctor_report report;
