@@ -6,17 +6,22 @@
  * and throws away what GET brings. Conversion between formats is the engine's, and in neither.
  *
  *     bench_remote [--json] [--seconds N] [--repeat N] [--threads N] [--encrypt] [--port PORT]
+ *                  [--only WORDS] [--processor]
  *
- * Without --port it starts a redis-server of its own, without persistence. Needs redis-server and
- * redis-benchmark.
+ * Without --port it starts a redis-server of its own, without persistence. With --processor it says
+ * of that one and of both clients how much processor time a value took, and how busy they were:
+ * which of them bounds a figure. Needs redis-server and redis-benchmark.
  */
 #include <math.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "base/assert.h"
@@ -50,10 +55,79 @@ static struct {
     struct kvk_report report;
     double seconds;
     uint32_t repeat, threads;
-    bool encrypt;
+    bool encrypt, processor;
+    const char *only; /* cases whose name has it */
     unsigned port;
     struct remote_server server; /* its own, without --port */
-} bench = {.seconds = 1.0, .repeat = 3, .threads = 1};
+} bench = {.seconds = 1.0, .repeat = 3, .threads = 1, .only = ""};
+
+/* ---- Processor time ---- */
+
+/* In seconds: of a client, of the server, and of the clock. */
+struct spent {
+    double client, server, wall;
+};
+
+enum { OURS_STORE, THEIRS_SET, OURS_FETCH, THEIRS_GET, SIDE_COUNT };
+
+static struct spent spent[SIDE_COUNT];
+static double spent_values[SIDE_COUNT];
+
+static double clock_seconds(clockid_t clock)
+{
+    struct timespec now = {0};
+    (void)clock_gettime(clock, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
+}
+
+/* Up to now. Our client is this process, theirs are its children. */
+static struct spent spent_now(bool children)
+{
+    struct spent now = {.wall = kvk_report_seconds()};
+    clockid_t clock = 0;
+    struct rusage usage = {0};
+    if (bench.server.pid > 0 && clock_getcpuclockid(bench.server.pid, &clock) == 0) {
+        now.server = clock_seconds(clock);
+    }
+    if (children && getrusage(RUSAGE_CHILDREN, &usage) == 0) {
+        now.client = (double)(usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) +
+                     (double)(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec) / 1e6;
+    } else {
+        now.client = clock_seconds(CLOCK_PROCESS_CPUTIME_ID);
+    }
+    return now;
+}
+
+static void spent_add(int side, const struct spent *before, double values)
+{
+    struct spent now = spent_now(side == THEIRS_SET || side == THEIRS_GET);
+    spent[side].client += now.client - before->client;
+    spent[side].server += now.server - before->server;
+    spent[side].wall += now.wall - before->wall;
+    spent_values[side] += values;
+}
+
+/* Rows of one operation: ours against theirs. */
+static void spent_report(const char *name, int ours, int theirs)
+{
+    static char names[KVK_REPORT_RESULT_COUNT_MAX][64];
+    static uint32_t used;
+    double count[2] = {spent_values[ours], spent_values[theirs]};
+    KVK_ASSERT(used + 4 <= KVK_REPORT_RESULT_COUNT_MAX);
+    for (int server = 0; server < 2; server++) {
+        double mine = server ? spent[ours].server : spent[ours].client;
+        double other = server ? spent[theirs].server : spent[theirs].client;
+        const char *who = server ? "server" : "client";
+        (void)snprintf(names[used], sizeof(names[used]), "  %.*s%s",
+                       (int)strcspn(name, "0123456789"), name, who);
+        kvk_report_ratio(&bench.report, names[used++], mine / count[0] * 1e6, "us",
+                         other / count[1] * 1e6);
+        (void)snprintf(names[used], sizeof(names[used]), "  %.*s%s busy",
+                       (int)strcspn(name, "0123456789"), name, who);
+        kvk_report_ratio(&bench.report, names[used++], mine / spent[ours].wall * 100, "%",
+                         other / spent[theirs].wall * 100);
+    }
+}
 
 /* ---- redis-benchmark ---- */
 
@@ -63,6 +137,7 @@ static double theirs(const struct bench_case *of, const char *what, uint32_t key
     char command[256];
     char line[512];
     double rate = NAN;
+    struct spent before = spent_now(true);
     (void)snprintf(command, sizeof(command),
                    "redis-benchmark -p %u -t %s -d %u -c %u -P %u -r %u -n %llu --csv 2>/dev/null",
                    bench.port, what, of->value_bytes, of->connections, of->pipeline, keys,
@@ -77,7 +152,9 @@ static double theirs(const struct bench_case *of, const char *what, uint32_t key
             rate = strtod(second + 3, NULL);
         }
     }
-    return pclose(pipe) == 0 ? rate : NAN;
+    bool well = pclose(pipe) == 0;
+    spent_add(strcmp(what, "set") == 0 ? THEIRS_SET : THEIRS_GET, &before, (double)count);
+    return well ? rate : NAN;
 }
 
 /* ---- Ours ---- */
@@ -135,6 +212,7 @@ static double ours(const struct bench_case *of, const struct kvk_remote_space *s
     uint32_t count = of->connections + 1;
     struct stream *streams = calloc(count, sizeof(struct stream));
     KVK_ASSERT(streams != NULL);
+    struct spent before = spent_now(false);
     double begun = kvk_report_seconds();
     run.until_ns = kvk_clock_now(kvk_clock_monotonic()) + (uint64_t)(seconds * 1e9);
     run.count = 0;
@@ -167,6 +245,7 @@ static double ours(const struct bench_case *of, const struct kvk_remote_space *s
     }
     kvk_unlock(&run.lock);
     double took = kvk_report_seconds() - begun;
+    spent_add(operation == KVK_REMOTE_STORE ? OURS_STORE : OURS_FETCH, &before, (double)run.count);
     for (uint32_t i = 0; i < count; i++) {
         free(streams[i].blocks);
         free(streams[i].pieces);
@@ -225,8 +304,9 @@ static void case_run(const struct bench_case *of)
         KVK_UNREACHABLE();
     }
     size_t room = (size_t)(of->connections + 1) * of->pipeline * of->value_bytes;
-    uint8_t *memory = malloc(room);
-    KVK_ASSERT(memory != NULL);
+    uint8_t *memory = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    KVK_ASSERT(memory != MAP_FAILED);
+    (void)madvise(memory, room, MADV_HUGEPAGE); /* as the daemon's buffers are */
     memset(memory, 0x5a, room);
     run.keys = DATA_BYTES / of->value_bytes;
     run.remote = remote_open(of);
@@ -241,6 +321,8 @@ static void case_run(const struct bench_case *of)
         (void)ours(of, &space, KVK_REMOTE_STORE, memory, 0.2);
     }
     (void)theirs(of, "set", run.keys, (uint64_t)run.keys * 10);
+    memset(spent, 0, sizeof(spent));
+    memset(spent_values, 0, sizeof(spent_values));
     for (uint32_t i = 0; i < bench.repeat; i++) {
         /* As long for both: theirs is told a count, so ours goes first. */
         store[i] = ours(of, &space, KVK_REMOTE_STORE, memory, bench.seconds);
@@ -255,9 +337,13 @@ static void case_run(const struct bench_case *of)
     kvk_report_ratio(&bench.report, of->store_name,
                      kvk_report_median(store, bench.repeat) * megabytes, "MB/s",
                      kvk_report_median(set, bench.repeat) * megabytes);
+    if (bench.processor) {
+        spent_report(of->store_name, OURS_STORE, THEIRS_SET);
+        spent_report(of->fetch_name, OURS_FETCH, THEIRS_GET);
+    }
     kvk_remote_close(run.remote);
     kvk_remote_space_finish(&space);
-    free(memory);
+    (void)munmap(memory, room);
 }
 
 int main(int count, char **arguments)
@@ -274,18 +360,25 @@ int main(int count, char **arguments)
             bench.encrypt = true;
             continue;
         }
+        if (strcmp(word, "--processor") == 0) {
+            bench.processor = true;
+            continue;
+        }
         if (strcmp(word, "--seconds") == 0) {
             bench.seconds = strtod(value, NULL);
         } else if (strcmp(word, "--repeat") == 0) {
             bench.repeat = (uint32_t)strtoul(value, NULL, 10);
         } else if (strcmp(word, "--threads") == 0) {
             bench.threads = (uint32_t)strtoul(value, NULL, 10);
+        } else if (strcmp(word, "--only") == 0) {
+            bench.only = value;
         } else if (strcmp(word, "--port") == 0) {
             bench.port = (unsigned)strtoul(value, NULL, 10);
             own = false;
         } else {
             (void)fprintf(stderr, "usage: bench_remote [--json] [--seconds N] [--repeat N] "
-                                  "[--threads N] [--encrypt] [--port PORT]\n");
+                                  "[--threads N] [--encrypt] [--port PORT] [--only WORDS] "
+                                  "[--processor]\n");
             return 2;
         }
         i++;
@@ -303,7 +396,9 @@ int main(int count, char **arguments)
         bench.port = bench.server.port;
     }
     for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
-        case_run(&cases[i]);
+        if (strstr(cases[i].store_name, bench.only) != NULL) {
+            case_run(&cases[i]);
+        }
     }
     if (own) {
         remote_server_stop(&bench.server);

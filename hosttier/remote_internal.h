@@ -31,8 +31,9 @@
 #define KVK_REMOTE_REDIRECTS_MAX 5U
 #define KVK_REMOTE_REPEATS_MAX 5U
 #define KVK_REMOTE_REPEAT_PAUSE_NS (20 * KVK_NS_PER_MS)
-#define KVK_REMOTE_OUTPUT_HIGH (1U << 20)     /* bytes waiting to be written: no new requests */
-#define KVK_REMOTE_OUTPUT_ENOUGH (512U << 10) /* are written at once, while in the cache */
+/* Bytes waiting to be written: so many are written at once, and until then no new requests. Less at
+ * a time costs the system more for each byte than the cache saves us. */
+#define KVK_REMOTE_OUTPUT_ENOUGH (2U << 20)
 #define KVK_REMOTE_READ_SIZE (256U << 10)
 #define KVK_REMOTE_COMMAND_SIZE 256 /* of a command without its value */
 

@@ -10,7 +10,6 @@
 
 #include <errno.h>
 #include <signal.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -356,30 +355,29 @@ void kvk_remote_request_answered(struct kvk_remote_connection *connection,
 
 /* ---- Cutting batches ---- */
 
+/* The name of a value: its size. */
+static size_t name_write(const struct kvk_remote_lane *lane, const struct kvk_remote_want *want,
+                         char name[KVK_REMOTE_NAME_SIZE])
+{
+    const char *prefix = lane->remote->options.key_prefix;
+    size_t size = strlen(prefix);
+    KVK_ASSERT(size <= KVK_REMOTE_PREFIX_MAX);
+    memcpy(name, prefix, size);
+    kvk_hex_write(want->hash, KVK_REMOTE_KEY_SIZE, name + size);
+    return size + 2 * (size_t)KVK_REMOTE_KEY_SIZE;
+}
+
 static void request_fill(struct kvk_remote_request *request, struct kvk_remote_batch *batch,
-                         const struct kvk_remote_lane *lane, uint16_t slot)
+                         const char name[KVK_REMOTE_NAME_SIZE], size_t name_size, uint16_t slot)
 {
     *request = (struct kvk_remote_request){
         .batch = batch,
         .want = batch->want,
+        .name_size = (uint8_t)name_size,
         .block = batch->next_block,
         .slot = slot,
     };
-    char hex[2 * KVK_REMOTE_KEY_SIZE + 1];
-    kvk_hex_write(batch->want.hash, KVK_REMOTE_KEY_SIZE, hex);
-    int size = snprintf(request->name, sizeof(request->name), "%s%s",
-                        lane->remote->options.key_prefix, hex);
-    KVK_ASSERT(size > 0 && (size_t)size < sizeof(request->name));
-    request->name_size = (uint8_t)size;
-}
-
-static uint16_t want_slot(const struct kvk_remote_lane *lane, const struct kvk_remote_want *want)
-{
-    char name[KVK_REMOTE_NAME_SIZE];
-    char hex[2 * KVK_REMOTE_KEY_SIZE + 1];
-    kvk_hex_write(want->hash, KVK_REMOTE_KEY_SIZE, hex);
-    int size = snprintf(name, sizeof(name), "%s%s", lane->remote->options.key_prefix, hex);
-    return kvk_remote_slot(name, (size_t)size);
+    memcpy(request->name, name, sizeof(request->name));
 }
 
 /* May this batch have another request for this node now? */
@@ -421,7 +419,9 @@ static void batch_cut(struct kvk_remote_lane *lane, struct kvk_remote_batch *bat
                                  batch->next_part);
             batch->want_made = true;
         }
-        uint16_t slot = want_slot(lane, &batch->want);
+        char name[KVK_REMOTE_NAME_SIZE] = {0};
+        size_t name_size = name_write(lane, &batch->want, name);
+        uint16_t slot = kvk_remote_slot(name, name_size);
         struct kvk_remote_node *node = node_of_slot(lane, slot);
         if (node == NULL) {
             batch_step(batch);
@@ -432,7 +432,7 @@ static void batch_cut(struct kvk_remote_lane *lane, struct kvk_remote_batch *bat
             return;
         }
         struct kvk_remote_request *request = kvk_remote_list_pop(&lane->idle);
-        request_fill(request, batch, lane, slot);
+        request_fill(request, batch, name, name_size, slot);
         kvk_remote_node_push(node, request);
         batch_step(batch);
     }

@@ -93,7 +93,8 @@ static void *create_string(const redisReadTask *task, char *text, size_t size)
         } else if (request->batch->operation == KVK_REMOTE_TAIL) {
             request->result = tail_take(&request->batch->blocks[request->block], text, size);
         } else if (request->batch->operation == KVK_REMOTE_EXISTS) {
-            request->result = kvk_remote_header_check(&request->want, (const uint8_t *)text, size);
+            request->result = kvk_remote_header_check(&request->want, connection->crypt,
+                                                      (const uint8_t *)text, size);
         } else {
             /* Of a FETCH only what arrived in its place is believed. */
             request->result = KVK_REMOTE_NOT_OURS;

@@ -1,11 +1,9 @@
 /*
- * Names and values of the remote store: HMAC-SHA-256, AES-256-GCM and Poly1305 by OpenSSL,
- * checksums by XXH3.
+ * Names and values of the remote store: SHA-256 for HMAC, AES-256-GCM and Poly1305 by OpenSSL,
+ * headers' checksums by XXH3.
  */
 #include "hosttier/remote_value.h"
 
-#include <openssl/core_names.h>
-#include <openssl/params.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -14,6 +12,8 @@
 #include "base/copy.h"
 #include "base/random.h"
 #include "hosttier/remote_value_internal.h"
+
+#define HMAC_BLOCK_SIZE 64 /* of SHA-256 */
 
 const uint8_t kvk_remote_magic[4] = {'K', 'V', 'K', 'R'};
 
@@ -37,15 +37,19 @@ const char *kvk_remote_result_name(enum kvk_remote_result result)
 /* ---- OpenSSL ---- */
 
 /* Of its digest, that is: each message's key comes later. */
-static bool mac_create(struct kvk_remote_mac *mac, EVP_MAC *kind)
+static bool mac_create(struct kvk_remote_mac *mac)
 {
-    char digest[] = "SHA256";
-    OSSL_PARAM parameters[] = {
-        OSSL_PARAM_construct_utf8_string(OSSL_MAC_PARAM_DIGEST, digest, 0),
-        OSSL_PARAM_construct_end(),
-    };
-    mac->context = EVP_MAC_CTX_new(kind);
-    return mac->context != NULL && EVP_MAC_CTX_set_params(mac->context, parameters) == 1;
+    mac->inner = EVP_MD_CTX_new();
+    mac->outer = EVP_MD_CTX_new();
+    mac->work = EVP_MD_CTX_new();
+    return mac->inner != NULL && mac->outer != NULL && mac->work != NULL;
+}
+
+static void mac_destroy(struct kvk_remote_mac *mac)
+{
+    EVP_MD_CTX_free(mac->inner);
+    EVP_MD_CTX_free(mac->outer);
+    EVP_MD_CTX_free(mac->work);
 }
 
 enum kvk_status kvk_remote_crypt_create(struct kvk_remote_crypt **crypt, struct kvk_error *error)
@@ -53,19 +57,19 @@ enum kvk_status kvk_remote_crypt_create(struct kvk_remote_crypt **crypt, struct 
     struct kvk_remote_crypt *made = calloc(1, sizeof(*made));
     bool whole = false;
     if (made != NULL) {
-        made->mac = EVP_MAC_fetch(NULL, "HMAC", NULL);
+        made->sha256 = EVP_MD_fetch(NULL, "SHA256", NULL);
         made->cipher = EVP_CIPHER_fetch(NULL, "AES-256-GCM", NULL);
         made->cipher_context = EVP_CIPHER_CTX_new();
         made->once = EVP_MAC_fetch(NULL, "POLY1305", NULL);
         made->once_context = made->once == NULL ? NULL : EVP_MAC_CTX_new(made->once);
-        whole = made->mac != NULL && made->cipher != NULL && made->cipher_context != NULL &&
-                made->once_context != NULL && mac_create(&made->names, made->mac) &&
-                mac_create(&made->seals, made->mac);
+        whole = made->sha256 != NULL && made->cipher != NULL && made->cipher_context != NULL &&
+                made->once_context != NULL && mac_create(&made->names) && mac_create(&made->seals);
     }
     if (!whole) {
         kvk_remote_crypt_destroy(made);
         return kvk_fail(error, KVK_UNSUPPORTED, KVK_CAUSE_NONE, "",
-                        "the OpenSSL library has no HMAC or AES-256-GCM, or memory is short");
+                        "the OpenSSL library has no SHA-256, Poly1305 or AES-256-GCM, or memory is "
+                        "short");
     }
     *crypt = made;
     return KVK_OK;
@@ -76,9 +80,9 @@ void kvk_remote_crypt_destroy(struct kvk_remote_crypt *crypt)
     if (crypt == NULL) {
         return;
     }
-    EVP_MAC_CTX_free(crypt->names.context);
-    EVP_MAC_CTX_free(crypt->seals.context);
-    EVP_MAC_free(crypt->mac);
+    mac_destroy(&crypt->names);
+    mac_destroy(&crypt->seals);
+    EVP_MD_free(crypt->sha256);
     EVP_CIPHER_CTX_free(crypt->cipher_context);
     EVP_CIPHER_free(crypt->cipher);
     EVP_MAC_CTX_free(crypt->once_context);
@@ -92,22 +96,42 @@ struct text {
     size_t size;
 };
 
-/* HMAC-SHA-256 of some texts of fixed lengths, so that no two lists of them are one message. After
- * it was created a context fails only by our own doing. */
-static void hmac(struct kvk_remote_mac *mac, const uint8_t key[32], const struct text *texts,
-                 uint32_t count, uint8_t out[KVK_REMOTE_HASH_SIZE])
+/* One of HMAC's two hashes, as far as it depends on the key alone. */
+static int pad_hash(EVP_MD_CTX *context, const EVP_MD *sha256, const uint8_t key[32], uint8_t pad)
 {
-    bool known = mac->keyed && memcmp(mac->key, key, sizeof(mac->key)) == 0;
-    int ok = EVP_MAC_init(mac->context, known ? NULL : key, known ? 0 : sizeof(mac->key), NULL);
-    if (!known) {
+    uint8_t block[HMAC_BLOCK_SIZE];
+    memset(block, pad, sizeof(block));
+    for (int i = 0; i < 32; i++) {
+        block[i] ^= key[i];
+    }
+    int ok = EVP_DigestInit_ex2(context, sha256, NULL);
+    ok &= EVP_DigestUpdate(context, block, sizeof(block));
+    kvk_secret_wipe(block, sizeof(block));
+    return ok;
+}
+
+/* HMAC-SHA-256 of some texts of fixed lengths, so that no two lists of them are one message. Of
+ * EVP's digests, since its MAC does half as much again around the same hashes. After it was created
+ * a context fails only by our own doing. */
+static void hmac(struct kvk_remote_crypt *crypt, struct kvk_remote_mac *mac, const uint8_t key[32],
+                 const struct text *texts, uint32_t count, uint8_t out[KVK_REMOTE_HASH_SIZE])
+{
+    unsigned size = 0;
+    int ok = 1;
+    if (!mac->keyed || memcmp(mac->key, key, sizeof(mac->key)) != 0) {
+        ok &= pad_hash(mac->inner, crypt->sha256, key, 0x36);
+        ok &= pad_hash(mac->outer, crypt->sha256, key, 0x5c);
         memcpy(mac->key, key, sizeof(mac->key));
         mac->keyed = true;
     }
+    ok &= EVP_MD_CTX_copy_ex(mac->work, mac->inner);
     for (uint32_t i = 0; i < count; i++) {
-        ok &= EVP_MAC_update(mac->context, texts[i].bytes, texts[i].size);
+        ok &= EVP_DigestUpdate(mac->work, texts[i].bytes, texts[i].size);
     }
-    size_t size = 0;
-    ok &= EVP_MAC_final(mac->context, out, &size, KVK_REMOTE_HASH_SIZE);
+    ok &= EVP_DigestFinal_ex(mac->work, out, NULL);
+    ok &= EVP_MD_CTX_copy_ex(mac->work, mac->outer);
+    ok &= EVP_DigestUpdate(mac->work, out, KVK_REMOTE_HASH_SIZE);
+    ok &= EVP_DigestFinal_ex(mac->work, out, &size);
     KVK_ASSERT(ok == 1 && size == KVK_REMOTE_HASH_SIZE);
 }
 
@@ -145,9 +169,9 @@ enum kvk_status kvk_remote_space_init(struct kvk_remote_space *space,
     struct text seal = {"kvkeep remote seals", 19};
     struct text shape[] = {{"shape", 5}, {options->shape, KVK_REMOTE_KEY_SIZE}};
     uint8_t hash[KVK_REMOTE_HASH_SIZE];
-    hmac(&crypt->names, options->secret, &name, 1, space->name_key);
-    hmac(&crypt->names, options->secret, &seal, 1, space->seal_key);
-    hmac(&crypt->names, space->name_key, shape, 2, hash);
+    hmac(crypt, &crypt->names, options->secret, &name, 1, space->name_key);
+    hmac(crypt, &crypt->names, options->secret, &seal, 1, space->seal_key);
+    hmac(crypt, &crypt->names, space->name_key, shape, 2, hash);
     memcpy(space->shape_check, hash, sizeof(space->shape_check));
     kvk_remote_crypt_destroy(crypt);
     return KVK_OK;
@@ -187,10 +211,10 @@ void kvk_remote_want_init(struct kvk_remote_want *want, struct kvk_remote_crypt 
     want->space = space;
     want->id = id;
     want->part = part;
-    hmac(&crypt->names, space->name_key, name, 4, hash);
+    hmac(crypt, &crypt->names, space->name_key, name, 4, hash);
     memcpy(want->hash, hash, KVK_REMOTE_KEY_SIZE);
     memcpy(want->key_check, hash + KVK_REMOTE_KEY_SIZE, KVK_REMOTE_KEY_SIZE);
-    hmac(&crypt->names, space->name_key, parent, 5, hash);
+    hmac(crypt, &crypt->names, space->name_key, parent, 5, hash);
     memcpy(want->parent_check, hash, KVK_REMOTE_KEY_SIZE);
 }
 
@@ -247,7 +271,7 @@ void kvk_remote_seal_begin(struct kvk_remote_crypt *crypt, const struct kvk_remo
                            {nonce, space->encrypt ? half : KVK_REMOTE_NONCE_SIZE}};
     int ok = 0;
 
-    hmac(&crypt->seals, space->seal_key, texts, 2, key);
+    hmac(crypt, &crypt->seals, space->seal_key, texts, 2, key);
     crypt->encrypts = space->encrypt;
     if (crypt->encrypts) {
         ok =
@@ -311,7 +335,17 @@ bool kvk_remote_seal_proves(struct kvk_remote_crypt *crypt, const uint8_t tag[KV
     return EVP_CipherFinal_ex(crypt->cipher_context, rest, &done) == 1;
 }
 
-/* All of a header but checksum and tag. */
+/* What only a holder of the tenant's key can put on a header. */
+static void mark_make(struct kvk_remote_crypt *crypt, const struct kvk_remote_space *space,
+                      const uint8_t *header, uint8_t mark[KVK_REMOTE_MARK_SIZE])
+{
+    struct text texts[] = {{"head", 4}, {header, KVK_REMOTE_AT_MARK}};
+    uint8_t hash[KVK_REMOTE_HASH_SIZE];
+    hmac(crypt, &crypt->seals, space->seal_key, texts, 2, hash);
+    memcpy(mark, hash, KVK_REMOTE_MARK_SIZE);
+}
+
+/* All of a header but the tag. */
 static void header_fill(const struct kvk_remote_want *want, struct kvk_remote_crypt *crypt,
                         uint8_t *header)
 {
@@ -334,6 +368,8 @@ static void header_fill(const struct kvk_remote_want *want, struct kvk_remote_cr
         crypt->nonce_left = KVK_REMOTE_NONCES_AHEAD;
     }
     memcpy(header + KVK_REMOTE_AT_NONCE, crypt->nonces[--crypt->nonce_left], KVK_REMOTE_NONCE_SIZE);
+    mark_make(crypt, space, header, header + KVK_REMOTE_AT_MARK);
+    kvk_store_le64(header + KVK_REMOTE_AT_CHECKSUM, kvk_checksum(header, KVK_REMOTE_AT_CHECKSUM));
 }
 
 void kvk_remote_value_seal(const struct kvk_remote_want *want, struct kvk_remote_crypt *crypt,
@@ -344,9 +380,6 @@ void kvk_remote_value_seal(const struct kvk_remote_want *want, struct kvk_remote
     KVK_ASSERT(payload != NULL || !encrypt);
     header_fill(want, crypt, header);
     kvk_remote_seal_begin(crypt, want->space, header, true);
-    struct kvk_checksum_state checksum;
-    kvk_checksum_begin(&checksum);
-    kvk_checksum_add(&checksum, header, KVK_REMOTE_AT_CHECKSUM);
     struct kvk_remote_place place;
     kvk_remote_place_init(&place, want, pieces, piece_count);
     uint8_t *memory = NULL;
@@ -360,16 +393,15 @@ void kvk_remote_value_seal(const struct kvk_remote_want *want, struct kvk_remote
             sealed = payload;
         }
         kvk_remote_seal_add(crypt, encrypt ? payload : NULL, encrypt ? memory : sealed, size);
-        kvk_checksum_add(&checksum, sealed, size);
         payload = payload != NULL ? payload + size : NULL;
     }
     kvk_remote_seal_end(crypt, header + KVK_REMOTE_AT_TAG);
-    kvk_store_le64(header + KVK_REMOTE_AT_CHECKSUM, kvk_checksum_end(&checksum));
 }
 
 /* ---- Proving ---- */
 
 enum kvk_remote_result kvk_remote_header_check(const struct kvk_remote_want *want,
+                                               struct kvk_remote_crypt *crypt,
                                                const uint8_t *header, size_t size)
 {
     const struct kvk_remote_space *space = want->space;
@@ -382,6 +414,10 @@ enum kvk_remote_result kvk_remote_header_check(const struct kvk_remote_want *wan
     }
     if (size < KVK_REMOTE_HEADER_SIZE) {
         return KVK_REMOTE_TRUNCATED;
+    }
+    if (kvk_load_le64(header + KVK_REMOTE_AT_CHECKSUM) !=
+        kvk_checksum(header, KVK_REMOTE_AT_CHECKSUM)) {
+        return KVK_REMOTE_DAMAGED;
     }
     if (memcmp(header + KVK_REMOTE_AT_KEY, want->key_check, KVK_REMOTE_KEY_SIZE) != 0) {
         return KVK_REMOTE_OTHER_KEY;
@@ -407,5 +443,8 @@ enum kvk_remote_result kvk_remote_header_check(const struct kvk_remote_want *wan
             kvk_remote_payload_bytes(space, want->part)) {
         return KVK_REMOTE_PART;
     }
-    return KVK_REMOTE_HIT;
+    uint8_t mark[KVK_REMOTE_MARK_SIZE];
+    mark_make(crypt, space, header, mark);
+    return kvk_secret_equal(mark, header + KVK_REMOTE_AT_MARK, sizeof(mark)) ? KVK_REMOTE_HIT
+                                                                             : KVK_REMOTE_FOREIGN;
 }

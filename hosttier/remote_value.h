@@ -12,11 +12,14 @@
  *
  *     name   = prefix, hex of HMAC(name key; "name", space, group, key, part) [0..16)
  *     value  = header (144 bytes, little-endian), payload
+ *     mark   = HMAC(seal key; "head", the header up to it) [0..8)
  *     tag    = AES-256-GCM(HMAC(seal key; "seal", nonce [0..12)), nonce [12..24), data, payload)
  *           or = Poly1305(HMAC(seal key; "once", nonce [0..24)), data, payload)
  *     data   = the header without checksum and tag
  *
- * The nonce is random and long enough to never repeat, so each value has a key of its own.
+ * The nonce is random and long enough to never repeat, so each value has a key of its own. The tag
+ * proves all of the value; the mark proves a header that came alone, and the header's checksum
+ * (XXH3) tells one that decayed from one that was forged.
  *
  * Locking: none; a kvk_remote_crypt belongs to one thread, a space is read by many.
  */
@@ -28,7 +31,6 @@
 #include <stdint.h>
 #include <sys/uio.h>
 
-#include "base/copy.h"
 #include "base/status.h"
 
 #define KVK_REMOTE_SECRET_SIZE 32 /* of a tenant; the same in all daemons that share */
@@ -49,8 +51,8 @@ enum kvk_remote_result {
     KVK_REMOTE_NOT_OURS,   /* a value that never was kvkeep's */
     KVK_REMOTE_VERSION,    /* of a version that this one cannot read */
     KVK_REMOTE_TRUNCATED,  /* shorter or longer than it says */
-    KVK_REMOTE_DAMAGED,    /* the checksum does not match: half-written or decayed */
-    KVK_REMOTE_FOREIGN,    /* not sealed with this tenant's key */
+    KVK_REMOTE_DAMAGED,    /* not what was sealed: half-written, decayed or scribbled over */
+    KVK_REMOTE_FOREIGN,    /* its header is not sealed with this tenant's key */
     KVK_REMOTE_OTHER_KEY,  /* a right value, but of another block */
     KVK_REMOTE_GENERATION, /* from before an invalidation, or after one not heard of yet */
     KVK_REMOTE_FORMAT,     /* of another KV format, or encrypted where it must not be, or not */
@@ -165,25 +167,25 @@ void kvk_remote_value_seal(const struct kvk_remote_want *want, struct kvk_remote
 
 /* ---- In ---- */
 
-/* Is this header the wanted one's, as far as it alone can tell? `size` is of the header's bytes
- * that came: less than all of them is KVK_REMOTE_TRUNCATED or _NOT_OURS. */
+/* Is this header the wanted one's, and proven to be? `size` is of the header's bytes that came:
+ * less than all of them is KVK_REMOTE_TRUNCATED or _NOT_OURS. */
 enum kvk_remote_result kvk_remote_header_check(const struct kvk_remote_want *want,
+                                               struct kvk_remote_crypt *crypt,
                                                const uint8_t *header, size_t size);
 
 /*
  * A value that arrives, in whatever pieces the network makes of it. What of it may be the payload
- * goes straight to its place in the block's memory; there, or on the way there, it is hashed and
- * decrypted while it is in the cache. Nothing is believed before the end: until then, and where
+ * goes straight to its place in the block's memory; there, or on the way there, it is authenticated
+ * and decrypted while it is in the cache. Nothing is believed before the end: until then, and where
  * that is no HIT, the part's memory holds anything. A payload whose header is not the wanted one's
  * goes nowhere, and the memory is not touched.
  */
 struct kvk_remote_arrival {
-    struct kvk_checksum_state checksum;
     const struct kvk_remote_want *want; /* borrowed; NULL: abandoned */
     struct kvk_remote_crypt *crypt;     /* borrowed, its cipher its own from begin to end */
     struct kvk_remote_place place;
     size_t size, done;             /* of the value */
-    enum kvk_remote_result framed; /* HIT: as long as it says of itself, the checksum counts */
+    enum kvk_remote_result framed; /* HIT: as long as it says of itself */
     enum kvk_remote_result wanted; /* HIT: its header is the wanted one's, the payload is placed */
     uint8_t header[KVK_REMOTE_HEADER_SIZE];
 };

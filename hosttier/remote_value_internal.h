@@ -11,17 +11,18 @@
 
 #include "hosttier/remote_value.h"
 
-#define KVK_REMOTE_VERSION_NUMBER 2U
+#define KVK_REMOTE_VERSION_NUMBER 3U
 #define KVK_REMOTE_FLAG_ENCRYPTED 1U
 #define KVK_REMOTE_HASH_SIZE 32
 #define KVK_REMOTE_TAG_SIZE 16
+#define KVK_REMOTE_MARK_SIZE 8
 #define KVK_REMOTE_NONCE_SIZE 24
 #define KVK_REMOTE_GCM_NONCE_SIZE 12
-#define KVK_REMOTE_CHUNK_SIZE (32U << 10) /* sealed and hashed while it is in the cache */
+#define KVK_REMOTE_CHUNK_SIZE (32U << 10) /* proven, or sealed and copied, while in the cache */
 #define KVK_REMOTE_NONCES_AHEAD 64U       /* drawn at once: each is used once */
 
-/* Where the header's fields lie. The tag covers all before the checksum, and the payload; the
- * checksum all but itself and the tag. */
+/* Where the header's fields lie. The tag covers all before the checksum, and the payload; the mark
+ * all before itself, and the checksum that and the mark. */
 enum {
     KVK_REMOTE_AT_MAGIC = 0, /* "KVKR" */
     KVK_REMOTE_AT_VERSION = 4,
@@ -37,26 +38,28 @@ enum {
     KVK_REMOTE_AT_PARENT = 64,
     KVK_REMOTE_AT_BLOCK_BYTES = 80,
     KVK_REMOTE_AT_NONCE = 88,
-    KVK_REMOTE_AT_ZERO_TOO = 112, /* 8 bytes */
+    KVK_REMOTE_AT_MARK = 112,
     KVK_REMOTE_AT_CHECKSUM = 120,
     KVK_REMOTE_AT_TAG = 128,
 };
 _Static_assert(KVK_REMOTE_AT_TAG + KVK_REMOTE_TAG_SIZE == KVK_REMOTE_HEADER_SIZE,
                "the header is stored: 144 bytes");
-_Static_assert(KVK_REMOTE_AT_NONCE + KVK_REMOTE_NONCE_SIZE == KVK_REMOTE_AT_ZERO_TOO,
+_Static_assert(KVK_REMOTE_AT_NONCE + KVK_REMOTE_NONCE_SIZE == KVK_REMOTE_AT_MARK &&
+                   KVK_REMOTE_AT_MARK + KVK_REMOTE_MARK_SIZE == KVK_REMOTE_AT_CHECKSUM,
                "the header has no holes");
 
 extern const uint8_t kvk_remote_magic[4]; /* "KVKR" */
 
 /* An HMAC of one key after another: most often of the same one, which is then not set up again. */
 struct kvk_remote_mac {
-    EVP_MAC_CTX *context;
+    EVP_MD_CTX *inner, *outer; /* have hashed the key already */
+    EVP_MD_CTX *work;
     uint8_t key[32];
     bool keyed;
 };
 
 struct kvk_remote_crypt {
-    EVP_MAC *mac;
+    EVP_MD *sha256;
     struct kvk_remote_mac names, seals;
     EVP_CIPHER *cipher;
     EVP_CIPHER_CTX *cipher_context;

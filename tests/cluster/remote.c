@@ -8,7 +8,9 @@
 #include <signal.h>
 #include <sys/stat.h>
 
+#include "base/copy.h"
 #include "hosttier/remote_internal.h"
+#include "hosttier/remote_value_internal.h"
 #include "tests/cluster/remote_client.h"
 
 #define BLOCK_BYTES (32U << 10)
@@ -170,7 +172,8 @@ static void name_of(uint64_t number, char name[KVK_REMOTE_NAME_SIZE])
     (void)snprintf(name, KVK_REMOTE_NAME_SIZE, "kvkeep:%s", hex);
 }
 
-/* Write what the right value of `from` became under the name of `number`. */
+/* Write what the right value of `from` became under the name of `number`. Whoever changes what is
+ * free in a header knows the form, and makes its checksum agree. */
 static void scribble(uint64_t number, uint64_t from, size_t size, size_t flip)
 {
     static uint8_t value[4U << 20];
@@ -186,6 +189,9 @@ static void scribble(uint64_t number, uint64_t from, size_t size, size_t flip)
     kvk_remote_want_init(&want, house.crypt, &house.space, &id, 0);
     kvk_remote_value_seal(&want, house.crypt, &piece, 1, value, value + KVK_REMOTE_HEADER_SIZE);
     value[flip] ^= 1;
+    if (flip >= KVK_REMOTE_AT_NONCE && flip < KVK_REMOTE_AT_CHECKSUM) {
+        kvk_store_le64(value + KVK_REMOTE_AT_CHECKSUM, kvk_checksum(value, KVK_REMOTE_AT_CHECKSUM));
+    }
     (void)snprintf(path, sizeof(path), "%s/value", house.folder);
     FILE *file = fopen(path, "w");
     CHECK(file != NULL && fwrite(value, 1, size, file) == size && fclose(file) == 0);
@@ -198,8 +204,9 @@ static void foreign_writer(void)
 {
     const size_t whole = BLOCK_BYTES + KVK_REMOTE_HEADER_SIZE;
     const enum kvk_remote_result right[] = {
-        KVK_REMOTE_NOT_OURS,  KVK_REMOTE_TRUNCATED, KVK_REMOTE_DAMAGED,  KVK_REMOTE_OTHER_KEY,
-        KVK_REMOTE_TRUNCATED, KVK_REMOTE_FOREIGN,   KVK_REMOTE_NOT_OURS, KVK_REMOTE_VERSION,
+        KVK_REMOTE_NOT_OURS,  KVK_REMOTE_TRUNCATED, KVK_REMOTE_DAMAGED,
+        KVK_REMOTE_OTHER_KEY, KVK_REMOTE_TRUNCATED, KVK_REMOTE_DAMAGED,
+        KVK_REMOTE_NOT_OURS,  KVK_REMOTE_VERSION,   KVK_REMOTE_FOREIGN,
     };
     const uint32_t count = sizeof(right) / sizeof(right[0]);
     struct client client;
@@ -213,7 +220,8 @@ static void foreign_writer(void)
     name_of(6, name);
     CHECK(remote_command("redis-cli -c -p %u UNLINK %s >/dev/null", house.port, name) == 0);
     CHECK(remote_command("redis-cli -c -p %u LPUSH %s x >/dev/null", house.port, name) == 0);
-    scribble(7, 7, whole, 4); /* of another version */
+    scribble(7, 7, whole, 4);                   /* of another version */
+    scribble(8, 8, whole, KVK_REMOTE_AT_NONCE); /* sealed by somebody else */
 
     client_init(&client, house.remote, &house.space, BATCH);
     uint64_t lost = client_health(house.remote).counters.lost_connections;

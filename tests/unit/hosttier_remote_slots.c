@@ -7,6 +7,8 @@
 #include <criterion/criterion.h>
 #include <string.h>
 
+#include "base/random.h"
+
 static uint16_t slot_of(const char *name)
 {
     return kvk_remote_slot(name, strlen(name));
@@ -18,6 +20,34 @@ Test(remote_slots, crc16_of_the_specification)
     cr_assert_eq(slot_of("foo"), 12182);
     cr_assert_eq(slot_of("bar"), 5061);
     cr_assert_eq(slot_of(""), 0);
+}
+
+/* Bit by bit, as the specification tells it. */
+static uint16_t plain_crc16(const uint8_t *bytes, size_t size)
+{
+    uint32_t crc = 0;
+    for (size_t i = 0; i < size * 8; i++) {
+        uint32_t bit = (uint32_t)bytes[i / 8] >> (7 - i % 8) & 1U;
+        uint32_t top = crc >> 15 & 1U;
+        crc = (crc << 1 & 0xffffU) ^ (top != bit ? 0x1021U : 0U);
+    }
+    return (uint16_t)crc;
+}
+
+Test(remote_slots, crc16_of_anything)
+{
+    struct kvk_random random;
+    kvk_random_init(&random, 1);
+    for (int i = 0; i < 5000; i++) {
+        char name[64];
+        size_t size = (size_t)kvk_random_below(&random, sizeof(name) + 1);
+        kvk_random_fill(&random, name, size);
+        for (size_t k = 0; k < size; k++) {
+            name[k] = name[k] == '{' ? '(' : name[k];
+        }
+        cr_assert_eq(kvk_remote_slot(name, size),
+                     plain_crc16((const uint8_t *)name, size) % KVK_REMOTE_SLOT_COUNT);
+    }
 }
 
 Test(remote_slots, what_stands_in_braces_decides)
