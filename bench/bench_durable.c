@@ -5,19 +5,28 @@
  * opening takes, which is where room is made.
  *
  *     bench_durable [--json] [--folder PATH] [--seconds N] [--block-kib N] [--admit N]
- *                   [--full | --catalogue] [--pairs N]
+ *                   [--full | --catalogue] [--beside-fio] [--pairs N]
  *
  * --full: every prompt is new, in blocks of 2 MiB, and in both engines as much is sealed in a
  * second as fio writes in one and a half, so that there is always more to write than the disk
  * takes. Beside the p99 of opening it says how fast the disk tier wrote meanwhile, against fio's
- * writing into the same folder, with the same size and depth, in the same run.
+ * writing into the same folder, with the same size and depth, in the same run; and the p99 without
+ * what this thread waited for a processor (as the system counts it), which the disk's threads share
+ * with it.
+ *
+ * --beside-fio: in each pair a third turn, without a disk tier, while fio writes into the same
+ * folder as fast as the tier did, in blocks as large: what the disk takes from the requests,
+ * whoever it is that writes. It shares memory and processors with them, be it behind a virtual
+ * machine's back.
  *
  * --catalogue: beside the requests another thread changes what the catalogue keeps, at the same
  * pace in both engines: 100 times a second it opens a space or invalidates one, which with a folder
  * is answered when it is durable; and every block is recorded.
  */
+#include <fcntl.h>
 #include <math.h>
 #include <pthread.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -46,6 +55,7 @@
 #define FULL_HOST_REQUESTS 64
 #define FIO_BYTES (UINT64_C(512) << 20)
 #define FIO_DEPTH 64
+#define FIO_LEAD_S 0.5         /* that fio needs to begin */
 #define FULL_FACTOR 1.5        /* sealed, of what fio writes */
 #define CHANGES_PER_SECOND 100 /* with --catalogue */
 #define SPACES_MAX 64
@@ -68,6 +78,9 @@ struct engine {
     uint32_t next;       /* first token of the next new prompt */
     uint64_t hit_tokens; /* of all requests */
     bool fresh;          /* every prompt is new */
+    int waits_fd;        /* what this thread waited for a processor; -1: not asked for */
+    double open_us;      /* the last opening, */
+    double open_run_us;  /* and without that */
     double pace_s;       /* between the beginnings of two requests; 0: as fast as they go */
     uint32_t changes;
     uint64_t spaces[SPACES_MAX]; /* [space_count] that the changes opened */
@@ -76,6 +89,7 @@ struct engine {
 };
 
 static double samples[SAMPLES_MAX];
+static double run_samples[SAMPLES_MAX]; /* without waits for a processor */
 
 static _Noreturn void give_up(const char *what, const struct kvk_error *error)
 {
@@ -132,6 +146,7 @@ static void engine_open(struct engine *engine, const char *folder, uint64_t bloc
     const struct kvk_credential *credential = NULL;
     struct kvk_device *device = NULL;
     memset(engine, 0, sizeof *engine);
+    engine->waits_fd = -1;
     kvk_config_init(&engine->config);
     device_options.huge_pages = engine->config.huge_pages; /* as the daemon has them */
     engine->block_bytes = block_bytes;
@@ -194,9 +209,21 @@ static void engine_close(struct engine *engine)
     free(engine->bytes);
 }
 
-/* A request: new or, half of them unless `fresh`, made before and perhaps cached. How long its
- * opening took. */
-static double request_run(struct engine *engine)
+/* What this thread waited for a processor so far, in microseconds. */
+static double waited_us(const struct engine *engine)
+{
+    char text[96] = "";
+    unsigned long long run_ns = 0;
+    unsigned long long waited_ns = 0;
+    if (engine->waits_fd >= 0 && (pread(engine->waits_fd, text, sizeof text - 1, 0) <= 0 ||
+                                  sscanf(text, "%llu %llu", &run_ns, &waited_ns) != 2)) {
+        give_up("schedstat cannot be read", NULL);
+    }
+    return (double)waited_ns / 1e3;
+}
+
+/* A request: new or, half of them unless `fresh`, made before and perhaps cached. */
+static void request_run(struct engine *engine)
 {
     uint32_t tokens[BLOCKS * BLOCK_TOKENS];
     uint32_t first = engine->next;
@@ -215,12 +242,14 @@ static double request_run(struct engine *engine)
         .space_id = engine->space_id,
         .prompt = {.tokens = tokens, .token_count = BLOCKS * BLOCK_TOKENS},
         .tier = -1};
+    double waited = waited_us(engine);
     double began = kvk_report_seconds();
     if (kvk_sequence_open(engine->cache, &engine->caller, &open, &reply, &engine->tables,
                           &engine->error) != KVK_OK) {
         give_up("open", &engine->error);
     }
-    double took = kvk_report_seconds() - began;
+    engine->open_us = (kvk_report_seconds() - began) * 1e6;
+    engine->open_run_us = engine->open_us - (waited_us(engine) - waited);
     engine->hit_tokens += reply.cached_tokens;
     for (uint64_t b = reply.cached_tokens / BLOCK_TOKENS; b < BLOCKS; b++) {
         struct kvk_write_piece piece = {
@@ -243,8 +272,36 @@ static double request_run(struct engine *engine)
                            1, &closed, &engine->error) != KVK_OK) {
         give_up("seal", &engine->error);
     }
-    return took;
 }
+
+/* ---- What was written ---- */
+
+struct figure {
+    const char *name;
+    double value;
+};
+
+static void figure_visit(void *context, const char *name, double value)
+{
+    struct figure *figure = context;
+    if (strcmp(name, figure->name) == 0) {
+        figure->value = value;
+    }
+}
+
+static double figure_of(struct engine *engine, const char *name)
+{
+    struct figure figure = {.name = name};
+    kvk_report_stats(engine->cache, figure_visit, &figure);
+    return figure.value;
+}
+
+static double written_bytes(struct engine *engine)
+{
+    return figure_of(engine, "kvkeep_disk_written_bytes_total");
+}
+
+/* ---- Measuring ---- */
 
 static int compare(const void *a, const void *b)
 {
@@ -266,15 +323,31 @@ static double behind_seconds(void)
     return processor_seconds(CLOCK_PROCESS_CPUTIME_ID) - processor_seconds(CLOCK_THREAD_CPUTIME_ID);
 }
 
-/* Requests for so long: their rate, and that by the processor time that they took, which leaves out
- * what this thread waited for a lock or a processor; the 99th percentile of opening, in
- * microseconds; and how many tokens one of them found in the cache, for what is found is not
- * written again: where less is found the rate falls, too. */
-static double measure(struct engine *engine, double seconds, double *p99_us, double *run_rate,
-                      double *hit_tokens)
+/* What requests for so long have shown. */
+struct turn {
+    double rate;
+    double run_rate;   /* by the processor time that they took, which leaves out what this thread
+                          waited for a lock or a processor */
+    double p99_us;     /* of opening, */
+    double run_p99_us; /* and without what this thread waited for a processor */
+    double hit_tokens; /* that one of them found: what is found is not written again, so where less
+                          is found the rate falls, too */
+    double write_rate; /* bytes per second that the disk tier wrote meanwhile, and */
+    double behind;     /* the processor time of all other threads, for each of them */
+};
+
+static double percentile_99(double *values, uint32_t count)
+{
+    qsort(values, count, sizeof values[0], compare);
+    return values[(uint64_t)count * 99 / 100];
+}
+
+static void measure(struct engine *engine, double seconds, struct turn *turn)
 {
     uint32_t count = 0;
     uint64_t hit_before = engine->hit_tokens;
+    double written = written_bytes(engine);
+    double behind = behind_seconds();
     double began = kvk_report_seconds();
     double ran = processor_seconds(CLOCK_THREAD_CPUTIME_ID);
     while (kvk_report_seconds() - began < seconds && count < SAMPLES_MAX) {
@@ -282,14 +355,20 @@ static double measure(struct engine *engine, double seconds, double *p99_us, dou
         if (engine->pace_s > 0 && wait > 0) {
             (void)usleep((useconds_t)(wait * 1e6));
         }
-        samples[count++] = request_run(engine);
+        request_run(engine);
+        samples[count] = engine->open_us;
+        run_samples[count] = engine->open_run_us;
+        count++;
     }
-    double rate = count / (kvk_report_seconds() - began);
-    *run_rate = count / (processor_seconds(CLOCK_THREAD_CPUTIME_ID) - ran);
-    *hit_tokens = (double)(engine->hit_tokens - hit_before) / count;
-    qsort(samples, count, sizeof samples[0], compare);
-    *p99_us = samples[(uint64_t)count * 99 / 100] * 1e6;
-    return rate;
+    double took = kvk_report_seconds() - began;
+    turn->rate = count / took;
+    turn->run_rate = count / (processor_seconds(CLOCK_THREAD_CPUTIME_ID) - ran);
+    turn->hit_tokens = (double)(engine->hit_tokens - hit_before) / count;
+    written = written_bytes(engine) - written;
+    turn->write_rate = written / took;
+    turn->behind = (behind_seconds() - behind) / written;
+    turn->p99_us = percentile_99(samples, count);
+    turn->run_p99_us = percentile_99(run_samples, count);
 }
 
 /* ---- Changes beside the requests ---- */
@@ -332,32 +411,7 @@ static void changer_turn(struct changer *changer, struct engine *engine)
     (void)pthread_mutex_unlock(&changer->mutex);
 }
 
-/* ---- What was written ---- */
-
-struct figure {
-    const char *name;
-    double value;
-};
-
-static void figure_visit(void *context, const char *name, double value)
-{
-    struct figure *figure = context;
-    if (strcmp(name, figure->name) == 0) {
-        figure->value = value;
-    }
-}
-
-static double figure_of(struct engine *engine, const char *name)
-{
-    struct figure figure = {.name = name};
-    kvk_report_stats(engine->cache, figure_visit, &figure);
-    return figure.value;
-}
-
-static double written_bytes(struct engine *engine)
-{
-    return figure_of(engine, "kvkeep_disk_written_bytes_total");
-}
+/* ---- Turns ---- */
 
 /* What waits to be written is not the other engine's business. */
 static void engine_rest(struct engine *engine)
@@ -373,7 +427,7 @@ static void engine_rest(struct engine *engine)
     }
 }
 
-static double fio_write_rate(const char *folder, uint64_t block_bytes)
+static double fio_write(const char *folder, uint64_t block_bytes, double rate, double seconds)
 {
     char path[256];
     (void)snprintf(path, sizeof path, "%s/fio", folder);
@@ -383,10 +437,34 @@ static double fio_write_rate(const char *folder, uint64_t block_bytes)
                                       .depth = FIO_DEPTH,
                                       .direct = true,
                                       .write = true,
-                                      .engine = "io_uring"};
-    double rate = kvk_fio_run(&pass);
+                                      .engine = "io_uring",
+                                      .rate = rate,
+                                      .seconds = seconds};
+    return kvk_fio_run(&pass);
+}
+
+static double fio_write_rate(const char *folder, uint64_t block_bytes)
+{
+    char path[256];
+    double rate = fio_write(folder, block_bytes, 0, 0);
+    (void)snprintf(path, sizeof path, "%s/fio", folder);
     (void)unlink(path);
     return rate;
+}
+
+/* fio, while requests run. */
+struct other_writer {
+    const char *folder;
+    uint64_t block_bytes;
+    double rate, seconds;
+    double wrote; /* bytes per second */
+};
+
+static void *other_writer_main(void *argument)
+{
+    struct other_writer *writer = argument;
+    writer->wrote = fio_write(writer->folder, writer->block_bytes, writer->rate, writer->seconds);
+    return NULL;
 }
 
 struct options {
@@ -397,6 +475,7 @@ struct options {
     uint32_t pairs;
     bool full;
     bool catalogue;
+    bool beside_fio;
 };
 
 static void options_read(struct options *options, struct kvk_report *report, int argc, char **argv)
@@ -414,6 +493,10 @@ static void options_read(struct options *options, struct kvk_report *report, int
             options->catalogue = true;
             continue;
         }
+        if (strcmp(argv[i], "--beside-fio") == 0) {
+            options->beside_fio = true;
+            continue;
+        }
         const char *value = i + 1 < argc ? argv[i + 1] : "";
         if (strcmp(argv[i], "--folder") == 0) {
             (void)snprintf(options->folder, sizeof options->folder, "%s", value);
@@ -428,7 +511,7 @@ static void options_read(struct options *options, struct kvk_report *report, int
         } else {
             (void)fprintf(stderr, "usage: bench_durable [--json] [--folder PATH] [--seconds N] "
                                   "[--block-kib N] [--admit N] [--full | --catalogue] "
-                                  "[--pairs N]\n");
+                                  "[--beside-fio] [--pairs N]\n");
             exit(2);
         }
         i++;
@@ -441,15 +524,54 @@ static void options_read(struct options *options, struct kvk_report *report, int
     }
 }
 
+/* Of a pair: without a folder, with one, and beside fio. */
+enum side { SIDE_ALONE, SIDE_DURABLE, SIDE_FIO, SIDE_COUNT };
+
 struct figures {
-    double rates[2][PAIRS_MAX], p99[2][PAIRS_MAX]; /* [with a folder] */
-    double run_rates[2][PAIRS_MAX];                /* by processor time */
-    double hit_tokens[2][PAIRS_MAX];               /* of a request */
-    double rate_ratios[PAIRS_MAX], run_ratios[PAIRS_MAX], p99_ratios[PAIRS_MAX];
-    double write_rates[PAIRS_MAX]; /* bytes per second, while the requests ran */
-    double behind[PAIRS_MAX];      /* processor time of all other threads, for each byte written */
+    struct turn turns[SIDE_COUNT][PAIRS_MAX];
     double fio_rates[PAIRS_MAX];
 };
+
+/* fio is begun first, and goes on for as long as the requests do. */
+static void beside_fio_run(const struct options *options, struct engine *engine, double rate,
+                           struct turn *turn)
+{
+    struct other_writer writer = {.folder = options->folder,
+                                  .block_bytes = options->block_kib << 10,
+                                  .rate = rate,
+                                  .seconds = options->seconds + FIO_LEAD_S + 1};
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, other_writer_main, &writer) != 0) {
+        give_up("no thread", NULL);
+    }
+    (void)usleep((useconds_t)(FIO_LEAD_S * 1e6));
+    measure(engine, options->seconds, turn);
+    (void)pthread_join(thread, NULL);
+    if (isnan(writer.wrote)) {
+        give_up("fio", &(struct kvk_error){.text = "is not there, or failed"});
+    }
+    turn->write_rate = writer.wrote;
+}
+
+static void pair_run(const struct options *options, struct engine engines[2],
+                     struct changer *changer, int pair, struct figures *figures)
+{
+    int at = pair < 0 ? 0 : pair;
+    double seconds = pair < 0 && options->seconds < WARM_SECONDS ? WARM_SECONDS : options->seconds;
+    for (int side = SIDE_ALONE; side <= SIDE_DURABLE; side++) {
+        changer_turn(changer, &engines[side]);
+        measure(&engines[side], seconds, &figures->turns[side][at]);
+        changer_turn(changer, NULL);
+        engine_rest(&engines[side]);
+    }
+    if (options->beside_fio && pair >= 0) {
+        beside_fio_run(options, &engines[SIDE_ALONE], figures->turns[SIDE_DURABLE][at].write_rate,
+                       &figures->turns[SIDE_FIO][at]);
+    }
+    if (options->full) {
+        figures->fio_rates[at] = fio_write_rate(options->folder, options->block_kib << 10);
+    }
+}
 
 static void pairs_run(const struct options *options, struct engine engines[2],
                       struct figures *figures)
@@ -461,30 +583,7 @@ static void pairs_run(const struct options *options, struct engine engines[2],
         give_up("no thread", NULL);
     }
     for (int pair = -1; pair < (int)options->pairs; pair++) { /* the first warms up */
-        int at = pair < 0 ? 0 : pair;
-        double seconds =
-            pair < 0 && options->seconds < WARM_SECONDS ? WARM_SECONDS : options->seconds;
-        for (int durable = 0; durable < 2; durable++) {
-            struct engine *engine = &engines[durable];
-            double before = written_bytes(engine);
-            double began = kvk_report_seconds();
-            double behind = behind_seconds();
-            changer_turn(&changer, engine);
-            figures->rates[durable][at] =
-                measure(engine, seconds, &figures->p99[durable][at],
-                        &figures->run_rates[durable][at], &figures->hit_tokens[durable][at]);
-            changer_turn(&changer, NULL);
-            figures->write_rates[at] =
-                (written_bytes(engine) - before) / (kvk_report_seconds() - began);
-            figures->behind[at] = (behind_seconds() - behind) / (written_bytes(engine) - before);
-            engine_rest(engine);
-        }
-        figures->rate_ratios[at] = figures->rates[1][at] / figures->rates[0][at];
-        figures->run_ratios[at] = figures->run_rates[1][at] / figures->run_rates[0][at];
-        figures->p99_ratios[at] = figures->p99[1][at] / figures->p99[0][at];
-        if (options->full) {
-            figures->fio_rates[at] = fio_write_rate(options->folder, options->block_kib << 10);
-        }
+        pair_run(options, engines, &changer, pair, figures);
     }
     if (options->catalogue) {
         (void)pthread_mutex_lock(&changer.mutex);
@@ -495,31 +594,87 @@ static void pairs_run(const struct options *options, struct engine engines[2],
     (void)pthread_mutex_destroy(&changer.mutex);
 }
 
+/* ---- What came out ---- */
+
+/* Which field of a turn. */
+#define FIELD(name) offsetof(struct turn, name)
+
+static double field_of(const struct turn *turn, size_t field)
+{
+    double value;
+    memcpy(&value, (const uint8_t *)turn + field, sizeof value);
+    return value;
+}
+
+static double median_of(const struct figures *figures, enum side side, size_t field, uint32_t pairs)
+{
+    double values[PAIRS_MAX];
+    for (uint32_t i = 0; i < pairs; i++) {
+        values[i] = field_of(&figures->turns[side][i], field);
+    }
+    return kvk_report_median(values, pairs);
+}
+
+/* Against the same pair's turn alone. */
+static double ratio_of(const struct figures *figures, enum side side, size_t field, uint32_t pairs)
+{
+    double values[PAIRS_MAX];
+    for (uint32_t i = 0; i < pairs; i++) {
+        values[i] = field_of(&figures->turns[side][i], field) /
+                    field_of(&figures->turns[SIDE_ALONE][i], field);
+    }
+    return kvk_report_median(values, pairs);
+}
+
+static void report_fio(const struct options *options, const struct figures *figures,
+                       struct kvk_report *report)
+{
+    const uint32_t pairs = options->pairs;
+    kvk_report_value(report, "beside fio: requests, ratio of pairs",
+                     ratio_of(figures, SIDE_FIO, FIELD(rate), pairs), "x");
+    kvk_report_value(report, "by their own processor time",
+                     ratio_of(figures, SIDE_FIO, FIELD(run_rate), pairs), "x");
+    kvk_report_value(report, "open_p99, ratio of pairs",
+                     ratio_of(figures, SIDE_FIO, FIELD(p99_us), pairs), "x");
+    kvk_report_value(report, "written by fio",
+                     median_of(figures, SIDE_FIO, FIELD(write_rate), pairs) / 1e6, "MB/s");
+}
+
 static void report_fill(const struct options *options, struct figures *figures,
                         struct kvk_report *report)
 {
     const uint32_t pairs = options->pairs;
-    kvk_report_ratio(report, "requests", kvk_report_median(figures->rates[1], pairs), "per second",
-                     kvk_report_median(figures->rates[0], pairs));
+    kvk_report_ratio(report, "requests", median_of(figures, SIDE_DURABLE, FIELD(rate), pairs),
+                     "per second", median_of(figures, SIDE_ALONE, FIELD(rate), pairs));
     kvk_report_value(report, "requests, ratio of pairs, median",
-                     kvk_report_median(figures->rate_ratios, pairs), "x");
+                     ratio_of(figures, SIDE_DURABLE, FIELD(rate), pairs), "x");
     kvk_report_value(report, "the same by their own processor time",
-                     kvk_report_median(figures->run_ratios, pairs), "x");
+                     ratio_of(figures, SIDE_DURABLE, FIELD(run_rate), pairs), "x");
     kvk_report_ratio(report, "tokens found by a request",
-                     kvk_report_median(figures->hit_tokens[1], pairs), "",
-                     kvk_report_median(figures->hit_tokens[0], pairs));
-    kvk_report_ratio(report, "open_p99", kvk_report_median(figures->p99[1], pairs), "us",
-                     kvk_report_median(figures->p99[0], pairs));
+                     median_of(figures, SIDE_DURABLE, FIELD(hit_tokens), pairs), "",
+                     median_of(figures, SIDE_ALONE, FIELD(hit_tokens), pairs));
+    kvk_report_ratio(report, "open_p99", median_of(figures, SIDE_DURABLE, FIELD(p99_us), pairs),
+                     "us", median_of(figures, SIDE_ALONE, FIELD(p99_us), pairs));
     kvk_report_value(report, "open_p99, ratio of pairs, median",
-                     kvk_report_median(figures->p99_ratios, pairs), "x");
-    double written = kvk_report_median(figures->write_rates, pairs) / 1e6;
-    double fio = options->full ? kvk_report_median(figures->fio_rates, pairs) / 1e6 : NAN;
+                     ratio_of(figures, SIDE_DURABLE, FIELD(p99_us), pairs), "x");
+    if (options->full) {
+        kvk_report_ratio(report, "open_p99, waits for a processor left out",
+                         median_of(figures, SIDE_DURABLE, FIELD(run_p99_us), pairs), "us",
+                         median_of(figures, SIDE_ALONE, FIELD(run_p99_us), pairs));
+        kvk_report_value(report, "the same, ratio of pairs, median",
+                         ratio_of(figures, SIDE_DURABLE, FIELD(run_p99_us), pairs), "x");
+    }
     kvk_report_value(report, "work behind, for each MB written",
-                     kvk_report_median(figures->behind, pairs) * 1e12, "us");
+                     median_of(figures, SIDE_DURABLE, FIELD(behind), pairs) * 1e12, "us");
+    double written = median_of(figures, SIDE_DURABLE, FIELD(write_rate), pairs) / 1e6;
+    double fio = options->full ? kvk_report_median(figures->fio_rates, pairs) / 1e6 : NAN;
     if (isnan(fio)) {
         kvk_report_value(report, "written", written, "MB/s");
     } else {
         kvk_report_ratio(report, "written meanwhile, against fio", written, "MB/s", fio);
+    }
+    if (options->beside_fio) {
+        report_fio(options, figures, report);
     }
 }
 
@@ -541,6 +696,9 @@ int main(int argc, char **argv)
         engine_open(&engines[durable], durable == 1 ? options.folder : NULL,
                     options.block_kib << 10, options.admit, host_requests);
         engines[durable].fresh = options.full;
+        if (options.full) {
+            engines[durable].waits_fd = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
+        }
     }
     if (options.full) {
         double rate = fio_write_rate(options.folder, options.block_kib << 10);

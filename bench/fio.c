@@ -55,6 +55,11 @@ double kvk_fio_run(const struct kvk_fio_pass *pass)
     char name[] = "fio", job[] = "--name=pass", json[] = "--output-format=json";
     char reading[] = "--rw=read", writing[] = "--rw=write", sync[] = "--end_fsync=1";
     char overwrite[] = "--overwrite=1", quiet[] = "--invalidate=1";
+    char rate_most[64], runtime[64];
+    (void)snprintf(rate_most, sizeof(rate_most), "--rate=%.0f", pass->rate);         /* 0: any */
+    (void)snprintf(runtime, sizeof(runtime), "--runtime=%.0f", ceil(pass->seconds)); /* 0: any */
+    char timed[32];
+    (void)snprintf(timed, sizeof(timed), "--time_based=%d", pass->seconds > 0 ? 1 : 0);
     char *arguments[] = {name,
                          job,
                          json,
@@ -66,6 +71,9 @@ double kvk_fio_run(const struct kvk_fio_pass *pass)
                          engine,
                          overwrite,
                          quiet,
+                         rate_most,
+                         runtime,
+                         timed,
                          write ? writing : reading,
                          write ? sync : NULL,
                          NULL};

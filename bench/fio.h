@@ -16,6 +16,8 @@ struct kvk_fio_pass {
     bool direct;
     bool write;         /* else it is read; a write is synced at its end */
     const char *engine; /* "io_uring", "libaio" */
+    double rate;        /* at most so many bytes per second; 0: as fast as it goes */
+    double seconds;     /* over the file again and again for so long; 0: once */
 };
 
 bool kvk_fio_is_there(void);
