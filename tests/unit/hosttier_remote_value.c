@@ -520,6 +520,35 @@ Test(remote_value, names_tell_nothing_of_tenant_or_parent)
     side_finish(&c);
 }
 
+/* A thread serves many tenants in turn: what it keeps of one's key is not used for another. */
+Test(remote_value, one_thread_serves_many_tenants)
+{
+    struct kvk_remote_space_options options = usual;
+    struct side sides[2];
+    uint8_t bytes[BLOCK_BYTES];
+    uint8_t back[BLOCK_BYTES];
+    uint8_t value[VALUE_BYTES];
+    struct kvk_remote_piece piece = {bytes, BLOCK_BYTES};
+    side_init(&sides[0], &usual, &id, 0);
+    options.secret = other_secret;
+    side_init(&sides[1], &options, &id, 0);
+    fill(bytes, sizeof(bytes), 12);
+    for (int i = 0; i < 6; i++) {
+        const struct side *side = &sides[i % 2];
+        struct kvk_remote_want want;
+        kvk_remote_want_init(&want, sides[0].crypt, &side->space, &id, 0);
+        cr_assert_arr_eq(want.hash, side->want.hash, KVK_REMOTE_KEY_SIZE);
+        cr_assert_arr_eq(want.key_check, side->want.key_check, KVK_REMOTE_KEY_SIZE);
+        kvk_remote_value_seal(&want, sides[0].crypt, &piece, 1, value,
+                              value + KVK_REMOTE_HEADER_SIZE);
+        cr_assert_eq(read_as(i % 2 == 0 ? &usual : &options, &id, value, sizeof(value), back),
+                     KVK_REMOTE_HIT);
+        cr_assert_arr_eq(back, bytes, sizeof(bytes));
+    }
+    side_finish(&sides[0]);
+    side_finish(&sides[1]);
+}
+
 Test(remote_value, a_block_of_no_bytes_or_too_many_is_refused)
 {
     struct kvk_remote_space_options options = usual;
