@@ -10,7 +10,7 @@
  * A block of more than KVK_REMOTE_PAYLOAD_MAX bytes is cut into equal parts, each with a name and
  * a value, which lie on different nodes.
  *
- *     name   = prefix, hex of HMAC(name key; "name", space, group, key, part) [0..16)
+ *     name   = prefix, hex of HMAC(name key; "name", space, group, part, key) [0..16)
  *     value  = header (144 bytes, little-endian), payload
  *     mark   = HMAC(seal key; "head", the header up to it) [0..8)
  *     tag    = AES-256-GCM(HMAC(seal key; "seal", nonce [0..12)), nonce [12..24), data, payload)
