@@ -6,7 +6,7 @@
  * and throws away what GET brings. Conversion between formats is the engine's, and in neither.
  *
  *     bench_remote [--json] [--seconds N] [--repeat N] [--threads N] [--encrypt] [--port PORT]
- *                  [--only WORDS] [--processor]
+ *                  [--only WORDS] [--processor] [--kept]
  *
  * Without --port it starts a redis-server of its own, without persistence. With --processor it says
  * of that one and of both clients how much processor time a value took, and how busy they were:
@@ -55,7 +55,7 @@ static struct {
     struct kvk_report report;
     double seconds;
     uint32_t repeat, threads;
-    bool encrypt, processor;
+    bool encrypt, processor, kept;
     const char *only; /* cases whose name has it */
     unsigned port;
     struct remote_server server; /* its own, without --port */
@@ -324,7 +324,12 @@ static void case_run(const struct bench_case *of)
     memset(spent, 0, sizeof(spent));
     memset(spent_values, 0, sizeof(spent_values));
     for (uint32_t i = 0; i < bench.repeat; i++) {
-        /* As long for both: theirs is told a count, so ours goes first. */
+        /* As long for both: theirs is told a count, so ours goes first. On new connections, as
+         * theirs are: with --kept, on those that fetched before. */
+        if (!bench.kept) {
+            kvk_remote_close(run.remote);
+            run.remote = remote_open(of);
+        }
         store[i] = ours(of, &space, KVK_REMOTE_STORE, memory, bench.seconds);
         set[i] = theirs(of, "set", run.keys, (uint64_t)(store[i] * bench.seconds) + 1);
         fetch[i] = ours(of, &space, KVK_REMOTE_FETCH, memory, bench.seconds);
@@ -360,6 +365,10 @@ int main(int count, char **arguments)
             bench.encrypt = true;
             continue;
         }
+        if (strcmp(word, "--kept") == 0) {
+            bench.kept = true;
+            continue;
+        }
         if (strcmp(word, "--processor") == 0) {
             bench.processor = true;
             continue;
@@ -378,7 +387,7 @@ int main(int count, char **arguments)
         } else {
             (void)fprintf(stderr, "usage: bench_remote [--json] [--seconds N] [--repeat N] "
                                   "[--threads N] [--encrypt] [--port PORT] [--only WORDS] "
-                                  "[--processor]\n");
+                                  "[--processor] [--kept]\n");
             return 2;
         }
         i++;
