@@ -52,7 +52,6 @@
 #define REST_LOOK_US 100000
 #define WARM_SECONDS 6 /* of each engine, at least: after 10 of both eviction has learned */
 #define FULL_BLOCK_KIB 2048
-#define FULL_HOST_REQUESTS 64
 #define FIO_BYTES (UINT64_C(512) << 20)
 #define FIO_DEPTH 64
 #define FIO_LEAD_S 0.5         /* that fio needs to begin */
@@ -691,10 +690,9 @@ int main(int argc, char **argv)
     kvk_report_init(&report, "durable");
     options_read(&options, &report, argc, argv);
     kvk_log_set_level(KVK_LOG_ERROR);
-    const uint64_t host_requests = options.full ? FULL_HOST_REQUESTS : HOST_REQUESTS;
     for (int durable = 0; durable < 2; durable++) {
         engine_open(&engines[durable], durable == 1 ? options.folder : NULL,
-                    options.block_kib << 10, options.admit, host_requests);
+                    options.block_kib << 10, options.admit, HOST_REQUESTS);
         engines[durable].fresh = options.full;
         if (options.full) {
             engines[durable].waits_fd = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
