@@ -25,6 +25,7 @@ struct shared {
     char target[96];
     uint64_t cached;      /* tokens, of all prompts of a round */
     uint64_t disk_blocks; /* as the daemon counts them */
+    uint64_t straight;    /* blocks that were written from where they lay */
     uint64_t limit_bytes;
     _Atomic uint64_t steps; /* of a client that is about to be killed */
     _Atomic bool leased;    /* a lease is held, and short */
@@ -163,6 +164,25 @@ static void look_disk(void *unused)
     message_free(response);
 }
 
+static void look_straight(void *unused)
+{
+    Kvkeep__V1__GetStatsRequest request = KVKEEP__V1__GET_STATS_REQUEST__INIT;
+    Kvkeep__V1__GetStatsResponse *response = NULL;
+    const char *name = "kvkeep_disk_straight_blocks_total";
+    (void)unused;
+    worker_connect(&(struct worker_options){.target = shared->target, .timeout_ms = 10000});
+    CHECK_OK(worker_call(ADMIN_METHOD("GetStats"), &request.base,
+                         &kvkeep__v1__get_stats_response__descriptor, &response));
+    shared->straight = 0;
+    for (size_t i = 0; i < response->n_stats; i++) {
+        const Kvkeep__V1__Stat *stat = response->stats[i];
+        bool is_it =
+            stat->name.len == strlen(name) && memcmp(stat->name.data, name, stat->name.len) == 0;
+        shared->straight += is_it ? (uint64_t)stat->value : 0;
+    }
+    message_free(response);
+}
+
 /* ---- What the master does ---- */
 
 static void do_once(agent_task task, void (*finish)(void))
@@ -241,6 +261,8 @@ static void blocks_survive(struct daemon *daemon, uint64_t rounds)
               (unsigned long long)round, (unsigned long long)shared->cached,
               (unsigned long long)tokens);
         wait_for_disk(BLOCKS);
+        do_once(look_straight, NULL);
+        CHECK(round > 0 || shared->straight > 0, "every block was copied before it was written");
         check_folder();
         /* What is queued is committed within 50 ms or so. */
         pause_us(200000);
