@@ -362,7 +362,7 @@ static size_t name_write(const struct kvk_remote_lane *lane, const struct kvk_re
     const char *prefix = lane->remote->options.key_prefix;
     size_t size = strlen(prefix);
     KVK_ASSERT(size <= KVK_REMOTE_PREFIX_MAX);
-    memcpy(name, prefix, size);
+    memcpy(name, prefix, size + 1);
     kvk_hex_write(want->hash, KVK_REMOTE_KEY_SIZE, name + size);
     return size + 2 * (size_t)KVK_REMOTE_KEY_SIZE;
 }
