@@ -483,8 +483,7 @@ static int serve(struct kvk_config *config, const sigset_t *signals)
         kvk_rpc_detach(house.rpc);
     } else {
         (void)fprintf(stderr, "kvkeepd: %s\n", error.text);
-        /* What is wrong with the configuration is so the next time, too. */
-        result = error.status == KVK_INVALID ? EXIT_USAGE : EXIT_FAILURE;
+        result = EXIT_FAILURE; /* the next time the machine may have what it lacks */
     }
     take_down(&house);
     kvk_log(KVK_LOG_INFO, "ended", "result=%d", result);
