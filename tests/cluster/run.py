@@ -298,6 +298,22 @@ class Fleet:
             rows[0][4], "--cluster-to", rows[1][4], "--cluster-slots", "1500", "--cluster-yes")
         print(f"  1,500 slots moved in {time.monotonic() - begun:.1f} s")
 
+    def masters_spread(self, away):
+        """One master at most on this machine, wherever failovers have left them: a majority of them
+        has to be left without it, or no cluster elects anybody."""
+        def spread():
+            rows = self.house.nodes()
+            here = [row[:2] for row in rows if row[0] == away.host and row[2] and row[3]]
+            for host, port, master, _, _ in rows if len(here) > 1 else []:
+                role = None if master or host == away.host else Redis(host, port)("role")
+                if role and (role[1].decode(), int(role[2])) in here:
+                    Redis(host, port)("cluster", "failover")
+                    print(f"  {host}:{port} takes over from {role[1].decode()}:{int(role[2])}")
+                    time.sleep(1)
+                    return False
+            return len(here) <= 1
+        self.house.await_(spread, "its masters are spread")
+
     def partition(self):
         self.house.all[2].cable("down")
         print("  the cable of machine 3 is out")
@@ -378,6 +394,7 @@ class Fleet:
                 self.house.await_(lambda n=node: n.cached(20_000) == fleet_load.BLOCKS,
                                   "all have what will be invalidated")
                 node.worker.pin(node.space, fleet_load.token_ids(20_000), ttl_ms=600_000)
+            self.masters_spread(self.house.all[2])
             self.step("partition", [(1, self.partition), (3, self.invalidate_apart),
                                             (seconds, self.heal)])
         else:
