@@ -279,7 +279,22 @@ static enum kvk_status group_quarantine(struct kvk_cache *cache, struct kvk_grou
 
 /* ---- Memory ---- */
 
-/* Slabs that are there again have memory in whole; what lies between them is given back. */
+/* Give back what is backed of these slots, of which none is in a slab. */
+static enum kvk_status slots_punch(struct kvk_group *group, enum kvk_tier tier,
+                                   struct kvk_device *device, uint64_t first, uint64_t slots,
+                                   struct kvk_error *error)
+{
+    enum kvk_status status = KVK_OK;
+    for (uint32_t shard = 0; shard < group->shard_count && status == KVK_OK && slots > 0; shard++) {
+        uint64_t bytes = group->forms[tier].shard_bytes[shard];
+        status = device->ops->punch(device, &group->tiers[tier].regions[shard], first * bytes,
+                                    slots * bytes, error);
+    }
+    return status;
+}
+
+/* Slabs that are there again have memory in whole; what lies between them is given back, and behind
+ * those that are shorter than they were. */
 static enum kvk_status tier_back(struct kvk_cache *cache, struct kvk_group *group,
                                  enum kvk_tier tier, struct kvk_error *error)
 {
@@ -290,13 +305,13 @@ static enum kvk_status tier_back(struct kvk_cache *cache, struct kvk_group *grou
     for (uint32_t i = 0; i < at->arena.slab_capacity && status == KVK_OK; i++) {
         uint64_t first = (uint64_t)i * at->arena.slab_slots;
         uint64_t slots = at->arena.slabs[i].slot_count;
-        uint64_t span = slots > 0 ? slots : at->arena.slab_slots;
-        for (uint32_t shard = 0; shard < group->shard_count && status == KVK_OK; shard++) {
+        status =
+            slots_punch(group, tier, device, first + slots, at->arena.slab_slots - slots, error);
+        for (uint32_t shard = 0; shard < group->shard_count && status == KVK_OK && slots > 0;
+             shard++) {
             uint64_t bytes = group->forms[tier].shard_bytes[shard];
-            status = slots > 0 ? device->ops->back(device, &at->regions[shard], first * bytes,
-                                                   span * bytes, error)
-                               : device->ops->punch(device, &at->regions[shard], first * bytes,
-                                                    span * bytes, error);
+            status =
+                device->ops->back(device, &at->regions[shard], first * bytes, slots * bytes, error);
         }
         if (status == KVK_OK && slots > 0) {
             status = memory->ops->back(memory, &at->generations, first * sizeof(uint32_t),

@@ -148,6 +148,42 @@ Test(engine_warm, what_was_not_sealed_is_free)
     place_finish(&place);
 }
 
+static void life_of_few_among_many(struct place *place)
+{
+    uint32_t tokens[6 * CHAIN_TOKENS];
+    chain_put(place, 1000, CHAIN_TOKENS);
+    house_tokens(tokens, 6 * CHAIN_TOKENS, 5000);
+    struct kvk_sequence_reply reply =
+        house_open(&place->house, place->session_id, place->space_id, tokens, 6 * CHAIN_TOKENS);
+    chain_write(place, reply.sequence_id, tokens, 0, 6 * (uint64_t)CHAIN_BLOCKS);
+}
+
+/* A slab that is shorter than it was leaves no memory behind its end: nobody would count it, and it
+ * would be taken for what a worker wrote beside its slots. */
+Test(engine_warm, nothing_is_left_behind_a_shorter_slab)
+{
+    struct place place;
+    place_init(&place);
+    place.device_bytes = 4096 * BLOCK_BYTES; /* slabs of many slots */
+    daemon_die(&place, life_of_few_among_many);
+    daemon_start(&place);
+    struct kvk_cache *cache = place.house.cache;
+    const struct kvk_tier_state *state = &cache->tiers[KVK_TIER_DEVICE];
+    const struct kvk_group_tier *at = &place_group(&place)->tiers[KVK_TIER_DEVICE];
+    cr_assert_gt(at->arena.slab_slots, 7 * CHAIN_BLOCKS - 1);
+    cr_assert_eq(at->arena.slot_count, CHAIN_BLOCKS);
+    cr_assert_leq(state->device->ops->backed_bytes(state->device, &at->regions[0]),
+                  CHAIN_BLOCKS * BLOCK_BYTES + 2 * 4096);
+    kvk_cache_maintain(cache);
+    cr_assert_eq(state->stray_bytes, 0);
+    cr_assert_eq(chain_read(&place, 1000, CHAIN_TOKENS), CHAIN_TOKENS);
+    chain_put(&place, 5000, 6 * CHAIN_TOKENS); /* and there is room as before */
+    cr_assert_eq(chain_read(&place, 5000, 6 * CHAIN_TOKENS), 6 * CHAIN_TOKENS);
+    kvk_cache_check(cache);
+    daemon_stop(&place);
+    place_finish(&place);
+}
+
 static void life_of_invalidation(struct place *place)
 {
     chain_put(place, 1000, CHAIN_TOKENS);
