@@ -165,8 +165,30 @@ static int demo_after(const struct demo *demo)
     return code;
 }
 
+/* Does a daemon answer? Workers would try for half a minute. Asked by a process of its own, which
+ * says what is wrong, for this one has to fork yet. The exit code. */
+static int daemon_answers(const struct ctl_options *options)
+{
+    int status = 0;
+    (void)fflush(stdout);
+    pid_t pid = fork();
+    if (pid == 0) {
+        char name[] = "demo";
+        char *arguments[] = {name, NULL};
+        optind = 1;
+        _exit(freopen("/dev/null", "w", stdout) == NULL ? CTL_FAILED
+                                                        : ctl_status(options, 1, arguments));
+    }
+    bool ended = pid > 0 && waitpid(pid, &status, 0) == pid && WIFEXITED(status);
+    return ended ? WEXITSTATUS(status) : CTL_FAILED;
+}
+
 static int demo_run(const struct ctl_options *options, const struct demo_settings *settings)
 {
+    int answers = daemon_answers(options);
+    if (answers != CTL_OK) {
+        return answers;
+    }
     struct demo demo = {.options = options, .settings = settings};
     demo.shared =
         mmap(NULL, sizeof *demo.shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);

@@ -231,6 +231,16 @@ def test_tiers_that_the_machine_cannot_have(folder, start):
     worker.leave()
 
 
+def test_a_demonstration_without_a_daemon(folder):
+    """It says so at once, instead of trying for as long as its workers would."""
+    begun = time.monotonic()
+    done = subprocess.run([os.path.join(os.path.dirname(binary()), "kvkeepctl"), "--connect",
+                           f"unix:{folder}/nobody", "demo"], capture_output=True, text=True,
+                          timeout=60, check=False)
+    assert done.returncode != 0 and done.stdout == "" and "nobody" in done.stderr, done
+    assert time.monotonic() - begun < promised(5)
+
+
 def test_command_line(folder):
     result, _ = run("--version")
     assert result.returncode == 0 and result.stdout.startswith("kvkeepd ")
