@@ -37,7 +37,7 @@ struct entry {
     uint64_t staging_offset; /* of a block that is converted */
     bool straight;           /* written from where it lies, and kept there; no copies */
     bool narrows;            /* what was copied is in the own format still */
-    bool copied;             /* it has pieces and sums, and copies unless it is straight */
+    bool begun;              /* it has pieces and sums, and copies unless it is straight */
     bool staged;             /* and they are what was sealed, as the disk has it */
     bool written;
 };
@@ -340,7 +340,7 @@ static uint32_t stage_begin(struct kvk_cache *cache, struct batch *batch)
             continue;
         }
         entry->source = kvk_block_tier(block);
-        entry->copied = true;
+        entry->begun = true;
         entry->staged = true;
         if (kvk_disk_is_straight(cache, entry->group, block, batch->straight_bytes)) {
             straight_begin(cache, batch, entry, block);
@@ -438,8 +438,8 @@ static uint32_t batch_convert_unlocked(struct kvk_cache *cache, struct batch *ba
         struct entry *entry = &batch->entries[i];
         if (!entry->narrows) {
             memcpy(batch->disk_sums + entry->first_piece, batch->sums + entry->first_piece,
-                   (entry->copied ? entry->shard_count : 0) * sizeof(*batch->sums));
-        } else if (entry->copied && !entry_narrow(cache, batch, entry)) {
+                   (entry->begun ? entry->shard_count : 0) * sizeof(*batch->sums));
+        } else if (entry->begun && !entry_narrow(cache, batch, entry)) {
             unfit += entry->staged ? 1 : 0;
             entry->staged = false;
         }
