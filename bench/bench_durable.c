@@ -5,7 +5,7 @@
  * opening takes, which is where room is made.
  *
  *     bench_durable [--json] [--folder PATH] [--seconds N] [--block-kib N] [--admit N]
- *                   [--full | --catalogue] [--beside-fio] [--pairs N]
+ *                   [--host-mib N] [--full | --catalogue] [--beside-fio] [--pairs N]
  *
  * --full: every prompt is new, in blocks of 2 MiB, and in both engines as much is sealed in a
  * second as fio writes in one and a half, so that there is always more to write than the disk
@@ -60,7 +60,8 @@
 #define SPACES_MAX 64
 #define BLOCK_TOKENS 16
 #define BLOCKS 8 /* of a request */
-#define HOST_REQUESTS 64
+#define RECENT_REQUESTS 32 /* of which one is asked for again */
+#define HOST_MIB 1024
 #define SAMPLES_MAX 2000000
 
 struct engine {
@@ -137,7 +138,7 @@ static void change_make(struct engine *engine)
 }
 
 static void engine_open(struct engine *engine, const char *folder, uint64_t block_bytes,
-                        uint32_t admit, uint64_t host_requests)
+                        uint32_t admit, uint64_t host_bytes)
 {
     struct kvk_hello hello = {.pidfd = -1};
     struct kvk_welcome welcome;
@@ -150,7 +151,7 @@ static void engine_open(struct engine *engine, const char *folder, uint64_t bloc
     device_options.huge_pages = engine->config.huge_pages; /* as the daemon has them */
     engine->block_bytes = block_bytes;
     engine->config.device_bytes = 0;
-    engine->config.host_bytes = host_requests * BLOCKS * block_bytes;
+    engine->config.host_bytes = host_bytes;
     if (folder != NULL) {
         (void)snprintf(engine->config.durable_folder, sizeof engine->config.durable_folder, "%s",
                        folder);
@@ -227,7 +228,7 @@ static void request_run(struct engine *engine)
     uint32_t tokens[BLOCKS * BLOCK_TOKENS];
     uint32_t first = engine->next;
     if (!engine->fresh && engine->next > 0 && kvk_random_chance(&engine->random, 0.5)) {
-        uint32_t recent = engine->next < HOST_REQUESTS / 2 ? engine->next : HOST_REQUESTS / 2;
+        uint32_t recent = engine->next < RECENT_REQUESTS ? engine->next : RECENT_REQUESTS;
         first = engine->next - 1 - (uint32_t)kvk_random_below(&engine->random, recent);
     } else {
         engine->next++;
@@ -470,6 +471,7 @@ struct options {
     char folder[128];
     double seconds;
     uint64_t block_kib;
+    uint64_t host_mib;
     uint32_t admit;
     uint32_t pairs;
     bool full;
@@ -503,20 +505,22 @@ static void options_read(struct options *options, struct kvk_report *report, int
             options->seconds = strtod(value, NULL);
         } else if (strcmp(argv[i], "--block-kib") == 0) {
             options->block_kib = strtoull(value, NULL, 10);
+        } else if (strcmp(argv[i], "--host-mib") == 0) {
+            options->host_mib = strtoull(value, NULL, 10);
         } else if (strcmp(argv[i], "--admit") == 0) {
             options->admit = (uint32_t)strtoul(value, NULL, 10);
         } else if (strcmp(argv[i], "--pairs") == 0) {
             options->pairs = (uint32_t)strtoul(value, NULL, 10);
         } else {
             (void)fprintf(stderr, "usage: bench_durable [--json] [--folder PATH] [--seconds N] "
-                                  "[--block-kib N] [--admit N] [--full | --catalogue] "
-                                  "[--beside-fio] [--pairs N]\n");
+                                  "[--block-kib N] [--admit N] [--host-mib N] "
+                                  "[--full | --catalogue] [--beside-fio] [--pairs N]\n");
             exit(2);
         }
         i++;
     }
     if (options->block_kib == 0 || !(options->seconds > 0) || options->admit == 0 ||
-        options->pairs == 0 || options->pairs > PAIRS_MAX) {
+        options->host_mib == 0 || options->pairs == 0 || options->pairs > PAIRS_MAX) {
         (void)fprintf(stderr, "bench_durable: every number must be at least 1, pairs at most %d\n",
                       PAIRS_MAX);
         exit(2);
@@ -685,6 +689,7 @@ int main(int argc, char **argv)
     struct options options = {.folder = "/tmp/kvkeep-bench-durable",
                               .seconds = 2,
                               .block_kib = 256,
+                              .host_mib = HOST_MIB,
                               .admit = 1,
                               .pairs = PAIRS};
     kvk_report_init(&report, "durable");
@@ -692,7 +697,7 @@ int main(int argc, char **argv)
     kvk_log_set_level(KVK_LOG_ERROR);
     for (int durable = 0; durable < 2; durable++) {
         engine_open(&engines[durable], durable == 1 ? options.folder : NULL,
-                    options.block_kib << 10, options.admit, HOST_REQUESTS);
+                    options.block_kib << 10, options.admit, options.host_mib << 20);
         engines[durable].fresh = options.full;
         if (options.full) {
             engines[durable].waits_fd = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);

@@ -137,6 +137,14 @@ static uint8_t *part_map(int fd, uint64_t offset, uint64_t size_bytes,
     return address;
 }
 
+/* Is nothing in this part of the file? Pages that were backed were also touched, so that they count
+ * as data. */
+static bool is_empty(int fd, uint64_t begin, uint64_t end)
+{
+    off_t data = lseek(fd, (off_t)begin, SEEK_DATA);
+    return (data < 0 && errno == ENXIO) || data >= (off_t)end;
+}
+
 /* ---- Windows ---- */
 
 static struct kvk_windows *windows_create(uint64_t size_bytes, uint64_t piece_bytes,
@@ -182,13 +190,10 @@ static void windows_destroy(struct kvk_region *region)
     free(region->windows);
 }
 
-/* Is nothing in the window's own part of the file? Pages that were backed were also touched, so
- * that they count as data. */
 static bool window_is_empty(const struct kvk_region *region, uint64_t index)
 {
-    off_t begin = (off_t)(index * region->windows->window_bytes);
-    off_t data = lseek(region->fd, begin, SEEK_DATA);
-    return (data < 0 && errno == ENXIO) || data >= begin + (off_t)region->windows->window_bytes;
+    uint64_t begin = index * region->windows->window_bytes;
+    return is_empty(region->fd, begin, begin + region->windows->window_bytes);
 }
 
 /* ---- The whole ---- */
@@ -371,6 +376,24 @@ void kvk_memory_cpu_free(struct kvk_region *region)
     kvk_memory_cpu_leave(region);
 }
 
+/* ---- Backing ---- */
+
+/* Takes all pages or, failing, none; a page fault instead would kill the daemon. */
+static enum kvk_status pages_take(const struct kvk_region *region, uint64_t begin, uint64_t end,
+                                  struct kvk_error *error)
+{
+    int result;
+    do {
+        result = fallocate(region->fd, 0, (off_t)begin, (off_t)(end - begin));
+    } while (result != 0 && errno == EINTR);
+    if (result != 0) {
+        return kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", end - begin, 0,
+                              "backing %llu bytes of memory: %s", (unsigned long long)(end - begin),
+                              strerror(errno));
+    }
+    return KVK_OK;
+}
+
 /*
  * Write-fault every page of a backed range, so that the daemon's own writes never fault. The
  * pages are there already: this only fills page tables, and loses no byte that is there.
@@ -397,63 +420,152 @@ static void collapse(uint8_t *address, uint64_t size_bytes)
     }
 }
 
-/* Backed pages become pages of a mapping. */
-static enum kvk_status part_touch(uint8_t *address, uint64_t size_bytes,
+/*
+ * One small page for each huge one of [begin, end), so that a collapse has what to begin with: it
+ * zeros the rest in place, where 512 small pages would each be found, zeroed and copied. It takes
+ * memory on that page's node; so where pages go round the nodes by their number, the next huge
+ * page's begins with the next node.
+ */
+static void seed(int fd, uint64_t begin, uint64_t end, bool interleave)
+{
+    const uint64_t pages = HUGE_PAGE_BYTES / page_bytes();
+    unsigned long mask[NODE_WORDS] = {0};
+    uint64_t nodes = interleave ? nodes_with_memory(mask) : 1;
+    nodes = nodes == 0 ? 1 : nodes;
+    for (uint64_t at = begin; at < end; at += HUGE_PAGE_BYTES) {
+        uint64_t number = at / HUGE_PAGE_BYTES;
+        uint64_t first_node = number * pages % nodes;
+        uint64_t page = (number + nodes - first_node) % nodes % pages;
+        (void)fallocate(fd, 0, (off_t)(at + page * page_bytes()), (off_t)page_bytes());
+    }
+}
+
+/* The address of what begins at `at`, and how much of it, up to `end`, lies there in one run. */
+static uint8_t *run_at(const struct kvk_region *region, uint64_t at, uint64_t end, uint64_t *bytes)
+{
+    const struct kvk_windows *windows = region->windows;
+    *bytes = end - at;
+    if (windows == NULL) {
+        return region->address + at;
+    }
+    uint64_t within = at % windows->window_bytes;
+    uint64_t left = windows->window_bytes - within;
+    *bytes = left < *bytes ? left : *bytes;
+    return atomic_load(&windows->addresses[at / windows->window_bytes]) + within;
+}
+
+static void range_collapse(const struct kvk_region *region, uint64_t begin, uint64_t end)
+{
+    uint64_t bytes;
+    for (uint64_t at = begin; at < end; at += bytes) {
+        uint8_t *address = run_at(region, at, end, &bytes);
+        collapse(address, bytes);
+    }
+}
+
+/* Backed pages become pages of the mapping. */
+static void range_touch(const struct kvk_region *region, uint64_t begin, uint64_t end)
+{
+    uint64_t bytes;
+    for (uint64_t at = begin; at < end; at += bytes) {
+        uint8_t *address = run_at(region, at, end, &bytes);
+        touch(address, bytes);
+    }
+}
+
+static enum kvk_status range_lock(const struct kvk_region *region, uint64_t begin, uint64_t end,
+                                  struct kvk_error *error)
+{
+    uint64_t bytes;
+    for (uint64_t at = begin; at < end; at += bytes) {
+        uint8_t *address = run_at(region, at, end, &bytes);
+        if (mlock(address, bytes) != 0) {
+            return kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "lock_memory", bytes, 0,
+                                  "lock_memory: locking %llu bytes: %s (see RLIMIT_MEMLOCK)",
+                                  (unsigned long long)bytes, strerror(errno));
+        }
+    }
+    return KVK_OK;
+}
+
+/*
+ * Pages for the range, huge ones where they are wished for and lie whole in it. Where all of them
+ * are there, as when a tier is attached again, they are left as they are: finding each anew for
+ * this mapping, or huge ones for their bytes, takes minutes for a large tier, and the first comes
+ * by itself where they are used.
+ */
+static enum kvk_status range_back(const struct kvk_region *region, uint64_t begin, uint64_t end,
                                   const struct kvk_memory_cpu_wishes *wishes,
                                   struct kvk_error *error)
 {
-    if (wishes->huge_pages) {
-        collapse(address, size_bytes);
+    const uint64_t huge_begin = round_up(begin, HUGE_PAGE_BYTES);
+    const uint64_t huge_end = round_down(end, HUGE_PAGE_BYTES);
+    const bool huge = wishes->huge_pages && huge_begin < huge_end;
+    const bool fresh = huge && is_empty(region->fd, huge_begin, huge_end);
+    const uint64_t before = kvk_memory_cpu_backed_bytes(region);
+    if (fresh) {
+        seed(region->fd, huge_begin, huge_end, wishes->interleave);
+        range_collapse(region, begin, end);
     }
-    touch(address, size_bytes);
-    if (wishes->lock && mlock(address, size_bytes) != 0) {
-        return kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_LIMIT, "lock_memory", size_bytes, 0,
-                              "lock_memory: locking %llu bytes: %s (see RLIMIT_MEMLOCK)",
-                              (unsigned long long)size_bytes, strerror(errno));
+    enum kvk_status status = pages_take(region, begin, end, error);
+    if (status != KVK_OK) {
+        if (fresh) {
+            (void)fallocate(region->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                            (off_t)huge_begin, (off_t)(huge_end - huge_begin));
+        }
+        return status;
     }
-    return KVK_OK;
+    if (kvk_memory_cpu_backed_bytes(region) != before) {
+        if (huge && !fresh) {
+            range_collapse(region, begin, end); /* with the bytes that are there */
+        }
+        range_touch(region, begin, end);
+    }
+    return wishes->lock ? range_lock(region, begin, end, error) : KVK_OK;
 }
 
-/* Takes all pages or, failing, none; a page fault instead would kill the daemon. */
-static enum kvk_status pages_take(const struct kvk_region *region, uint64_t begin, uint64_t end,
-                                  struct kvk_error *error)
+/* Every window in which something of the range lies is mapped. */
+static enum kvk_status windows_map(struct kvk_region *region, uint64_t begin, uint64_t end,
+                                   const struct kvk_memory_cpu_wishes *wishes,
+                                   struct kvk_error *error)
 {
-    int result;
-    do {
-        result = fallocate(region->fd, 0, (off_t)begin, (off_t)(end - begin));
-    } while (result != 0 && errno == EINTR);
-    if (result != 0) {
-        return kvk_fail_limit(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", end - begin, 0,
-                              "backing %llu bytes of memory: %s", (unsigned long long)(end - begin),
-                              strerror(errno));
+    struct kvk_windows *windows = region->windows;
+    for (uint64_t i = begin / windows->window_bytes; i * windows->window_bytes < end; i++) {
+        if (atomic_load(&windows->addresses[i]) != NULL) {
+            continue;
+        }
+        uint8_t *address = part_map(region->fd, i * windows->window_bytes, window_span(region, i),
+                                    wishes, error);
+        if (address == NULL) {
+            return KVK_EXHAUSTED;
+        }
+        atomic_store_explicit(&windows->addresses[i], address, memory_order_release);
     }
     return KVK_OK;
 }
 
-/* Every window in which something of the range lies is mapped, and its part touched. Where that
- * fails, what was taken stays until the range is punched or backed again. */
+/* Windows in which nothing is backed need no addresses. Nobody reads there: what is read is
+ * backed. */
+static void windows_trim(struct kvk_region *region, uint64_t begin, uint64_t end)
+{
+    struct kvk_windows *windows = region->windows;
+    for (uint64_t i = begin / windows->window_bytes; i * windows->window_bytes < end; i++) {
+        if (window_is_empty(region, i)) {
+            window_unmap(region, i);
+        }
+    }
+}
+
 static enum kvk_status windows_back(struct kvk_region *region, uint64_t begin, uint64_t end,
                                     const struct kvk_memory_cpu_wishes *wishes,
                                     struct kvk_error *error)
 {
-    struct kvk_windows *windows = region->windows;
-    enum kvk_status status = pages_take(region, begin, end, error);
-    for (uint64_t at = begin; at < end && status == KVK_OK;) {
-        uint64_t index = at / windows->window_bytes;
-        uint64_t within = at % windows->window_bytes;
-        uint64_t part = windows->window_bytes - within;
-        part = part < end - at ? part : end - at;
-        uint8_t *address = atomic_load(&windows->addresses[index]);
-        if (address == NULL) {
-            address = part_map(region->fd, index * windows->window_bytes,
-                               window_span(region, index), wishes, error);
-            status = address == NULL ? KVK_EXHAUSTED : KVK_OK;
-        }
-        if (status == KVK_OK) {
-            atomic_store_explicit(&windows->addresses[index], address, memory_order_release);
-            status = part_touch(address + within, part, wishes, error);
-        }
-        at += part;
+    enum kvk_status status = windows_map(region, begin, end, wishes, error);
+    if (status == KVK_OK) {
+        status = range_back(region, begin, end, wishes, error);
+    }
+    if (status != KVK_OK) {
+        windows_trim(region, begin, end);
     }
     return status;
 }
@@ -474,23 +586,7 @@ enum kvk_status kvk_memory_cpu_back(struct kvk_region *region, uint64_t offset, 
         (void)pthread_mutex_unlock(&region->windows->lock);
         return status;
     }
-    enum kvk_status status = pages_take(region, begin, end, error);
-    return status == KVK_OK ? part_touch(region->address + begin, end - begin, wishes, error)
-                            : status;
-}
-
-/* Windows in which nothing is backed any more need no addresses. Nobody reads there: what is read
- * is backed. */
-static void windows_trim(struct kvk_region *region, uint64_t begin, uint64_t end)
-{
-    struct kvk_windows *windows = region->windows;
-    (void)pthread_mutex_lock(&windows->lock);
-    for (uint64_t i = begin / windows->window_bytes; i * windows->window_bytes < end; i++) {
-        if (window_is_empty(region, i)) {
-            window_unmap(region, i);
-        }
-    }
-    (void)pthread_mutex_unlock(&windows->lock);
+    return range_back(region, begin, end, wishes, error);
 }
 
 enum kvk_status kvk_memory_cpu_punch(struct kvk_region *region, uint64_t offset,
@@ -508,7 +604,9 @@ enum kvk_status kvk_memory_cpu_punch(struct kvk_region *region, uint64_t offset,
                         (unsigned long long)(end - begin), strerror(errno));
     }
     if (region->windows != NULL) {
+        (void)pthread_mutex_lock(&region->windows->lock);
         windows_trim(region, begin, end);
+        (void)pthread_mutex_unlock(&region->windows->lock);
     }
     return KVK_OK;
 }

@@ -4,12 +4,17 @@
 #include <criterion/criterion.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <pthread.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -280,6 +285,74 @@ Test(gpu_device, backing_again_loses_nothing)
     cr_assert_eq(huge->ops->backed_bytes(huge, &region), 16 * MIB);
     huge->ops->free(huge, &region);
     huge->ops->close(huge);
+}
+
+/* One page taken in advance for each huge one counts for nothing more than itself: what lies beside
+ * the range stays empty, and every byte in it reads as zero. */
+Test(gpu_device, an_empty_range_is_backed_exactly)
+{
+    const struct kvk_device_cpu_options options = {.huge_pages = true, .interleave = true};
+    struct kvk_device *huge = open_with(&options);
+    struct kvk_region region;
+    struct kvk_error error;
+
+    cr_assert_eq(huge->ops->alloc(huge, 64 * MIB, 0, "huge", &region, &error), KVK_OK);
+    cr_assert_eq(huge->ops->back(huge, &region, MIB, 12 * MIB, &error), KVK_OK);
+    cr_assert_eq(huge->ops->backed_bytes(huge, &region), 12 * MIB);
+    cr_assert(is_filled(region.address + MIB, 12 * MIB, 0));
+    cr_assert_eq(huge->ops->back(huge, &region, 40 * MIB + PAGE, 7 * PAGE, &error), KVK_OK);
+    cr_assert_eq(huge->ops->backed_bytes(huge, &region), 12 * MIB + 7 * PAGE);
+    huge->ops->free(huge, &region);
+    huge->ops->close(huge);
+}
+
+/* From here on, taking more than `bytes_max` bytes of a file at a time fails for want of memory, as
+ * it does in a control group that is full. Punching goes on. */
+static void memory_runs_out(uint32_t bytes_max)
+{
+    struct sock_filter filter[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_fallocate, 0, 5),
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, args[1])),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 0, 0, 3),
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, args[3])),
+        BPF_JUMP(BPF_JMP | BPF_JGT | BPF_K, bytes_max, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOMEM),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    const struct sock_fprog program = {sizeof(filter) / sizeof(filter[0]), filter};
+    cr_assert_eq(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+    cr_assert_eq(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program), 0);
+}
+
+/* With one mapping, and with windows of 4 MiB. */
+Test(gpu_device, without_memory_nothing_is_backed)
+{
+    memory_runs_out(2 * MIB);
+    for (uint64_t piece_bytes = 0; piece_bytes <= MIB; piece_bytes += MIB) {
+        const struct kvk_device_cpu_options options = {.huge_pages = true,
+                                                       .window_bytes = 4 * MIB};
+        struct kvk_device *huge = open_with(&options);
+        struct kvk_region region;
+        struct kvk_error error;
+        cr_assert_eq(huge->ops->alloc(huge, 64 * MIB, piece_bytes, "huge", &region, &error),
+                     KVK_OK);
+        cr_assert_eq(huge->ops->back(huge, &region, 4 * MIB, 2 * MIB, &error), KVK_OK, "%s",
+                     error.text);
+        memset(kvk_region_at(&region, 4 * MIB), 0x3c, MIB);
+
+        cr_assert_eq(huge->ops->back(huge, &region, 16 * MIB, 12 * MIB, &error), KVK_EXHAUSTED);
+        cr_assert_not_null(strstr(error.text, "12582912 bytes"), "%s", error.text);
+        cr_assert_eq(huge->ops->backed_bytes(huge, &region), 2 * MIB, "what was empty still is");
+        cr_assert_eq(huge->ops->back(huge, &region, 4 * MIB, 12 * MIB, &error), KVK_EXHAUSTED);
+        cr_assert_eq(huge->ops->backed_bytes(huge, &region), 2 * MIB);
+        cr_assert(is_filled(kvk_region_at(&region, 4 * MIB), MIB, 0x3c), "and no byte is lost");
+        if (piece_bytes > 0) {
+            cr_assert_null(kvk_region_at(&region, 20 * MIB), "no window is kept for nothing");
+        }
+        huge->ops->free(huge, &region);
+        huge->ops->close(huge);
+    }
 }
 
 /* ---- Regions that outlive their device ---- */
