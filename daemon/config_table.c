@@ -343,7 +343,8 @@ static const struct kvk_option_field tiers_fields[] = {
      .kind = KVK_OPTION_BOOL,
      AT(huge_pages),
      .fallback = "yes",
-     .help = "Ask the system for huge pages; where it has none, small ones do."},
+     .help = "Ask the system for huge pages; where it has none, small ones do. Memory that a warm "
+             "start attaches again stays as it was."},
     {.name = "interleave_memory",
      .kind = KVK_OPTION_BOOL,
      AT(interleave_memory),
