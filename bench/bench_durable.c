@@ -59,7 +59,7 @@
 #define CHANGES_PER_SECOND 100 /* with --catalogue */
 #define SPACES_MAX 64
 #define BLOCK_TOKENS 16
-#define BLOCKS 8 /* of a request */
+#define BLOCKS 8           /* of a request */
 #define RECENT_REQUESTS 32 /* of which one is asked for again */
 #define HOST_MIB 1024
 #define SAMPLES_MAX 2000000

@@ -330,8 +330,7 @@ Test(gpu_device, without_memory_nothing_is_backed)
 {
     memory_runs_out(2 * MIB);
     for (uint64_t piece_bytes = 0; piece_bytes <= MIB; piece_bytes += MIB) {
-        const struct kvk_device_cpu_options options = {.huge_pages = true,
-                                                       .window_bytes = 4 * MIB};
+        const struct kvk_device_cpu_options options = {.huge_pages = true, .window_bytes = 4 * MIB};
         struct kvk_device *huge = open_with(&options);
         struct kvk_region region;
         struct kvk_error error;
