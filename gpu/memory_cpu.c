@@ -534,8 +534,8 @@ static enum kvk_status windows_map(struct kvk_region *region, uint64_t begin, ui
         if (atomic_load(&windows->addresses[i]) != NULL) {
             continue;
         }
-        uint8_t *address = part_map(region->fd, i * windows->window_bytes, window_span(region, i),
-                                    wishes, error);
+        uint8_t *address =
+            part_map(region->fd, i * windows->window_bytes, window_span(region, i), wishes, error);
         if (address == NULL) {
             return KVK_EXHAUSTED;
         }
