@@ -6,6 +6,7 @@
 #include "gpu/attend_kernel.h"
 
 #include <immintrin.h>
+#include <pthread.h>
 #include <string.h>
 
 #include "gpu/values.h"
@@ -20,11 +21,11 @@ struct wide_tile {
 };
 _Static_assert(FP8_HEAD_MAX % VECTOR_BYTES == 0, "rows are whole vectors");
 
-/* bf16 of the magnitudes of E4M3, low and high bytes. */
-struct wide_table {
-    __m512i low[2];
-    __m512i high[2];
-};
+/* bf16 of the magnitudes of E4M3, low and high bytes: made once, since 128 values for every tile
+ * would be as much work as the tile. */
+static _Alignas(64) uint8_t wide_low[128];
+static _Alignas(64) uint8_t wide_high[128];
+static pthread_once_t wide_once = PTHREAD_ONCE_INIT;
 
 static bool fp8_available(void)
 {
@@ -45,30 +46,26 @@ static struct kvk_attend as_bf16(const struct kvk_attend *attend)
     return plain;
 }
 
-static struct wide_table table_make(void)
+static void wide_make(void)
 {
-    _Alignas(64) uint8_t low[128];
-    _Alignas(64) uint8_t high[128];
-    struct wide_table table;
-
-    for (uint32_t code = 0; code < 128; code++) {
+    for (uint32_t code = 0; code < sizeof(wide_low); code++) {
         float value = kvk_fp8_e4m3_widen((uint8_t)code);
         uint32_t bits;
         memcpy(&bits, &value, sizeof(bits));
-        low[code] = (uint8_t)(bits >> 16);
-        high[code] = (uint8_t)(bits >> 24);
+        wide_low[code] = (uint8_t)(bits >> 16);
+        wide_high[code] = (uint8_t)(bits >> 24);
     }
-    for (uint32_t half = 0; half < 2; half++) {
-        table.low[half] = _mm512_load_si512(low + half * VECTOR_BYTES);
-        table.high[half] = _mm512_load_si512(high + half * VECTOR_BYTES);
-    }
-    return table;
 }
 
 /* Rows of `head_size` values from `offset` past each pointer on; no byte past them is read. */
-static void tile_widen(const struct wide_table *table, const uint8_t *const *from, size_t offset,
-                       uint32_t token_count, size_t head_size, struct wide_tile *tile)
+static void tile_widen(const uint8_t *const *from, size_t offset, uint32_t token_count,
+                       size_t head_size, struct wide_tile *tile)
 {
+    (void)pthread_once(&wide_once, wide_make);
+    const __m512i low_first = _mm512_load_si512(wide_low);
+    const __m512i low_last = _mm512_load_si512(wide_low + VECTOR_BYTES);
+    const __m512i high_first = _mm512_load_si512(wide_high);
+    const __m512i high_last = _mm512_load_si512(wide_high + VECTOR_BYTES);
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7); /* for unpacking by lanes */
     const __m512i sign = _mm512_set1_epi8((char)0x80);
     size_t stride = (head_size + VECTOR_BYTES - 1) / VECTOR_BYTES * VECTOR_BYTES;
@@ -82,26 +79,13 @@ static void tile_widen(const struct wide_table *table, const uint8_t *const *fro
                                 ? _mm512_loadu_si512(at)
                                 : _mm512_maskz_loadu_epi8((UINT64_C(1) << (head_size - i)) - 1, at);
             codes = _mm512_permutexvar_epi64(order, codes);
-            __m512i low = _mm512_permutex2var_epi8(table->low[0], codes, table->low[1]);
-            __m512i high = _mm512_permutex2var_epi8(table->high[0], codes, table->high[1]);
+            __m512i low = _mm512_permutex2var_epi8(low_first, codes, low_last);
+            __m512i high = _mm512_permutex2var_epi8(high_first, codes, high_last);
             high = _mm512_or_si512(high, _mm512_and_si512(codes, sign));
             _mm512_store_si512(row + i, _mm512_unpacklo_epi8(low, high));
             _mm512_store_si512(row + i + VECTOR_BYTES / 2, _mm512_unpackhi_epi8(low, high));
         }
     }
-}
-
-/* Made once: 128 values for every tile would be as much work as the tile. */
-static const struct wide_table *table_get(void)
-{
-    static _Thread_local struct wide_table table;
-    static _Thread_local bool is_made;
-
-    if (!is_made) {
-        table = table_make();
-        is_made = true;
-    }
-    return &table;
 }
 
 /* The scales of tokens' heads; 0 past the end. */
@@ -158,7 +142,7 @@ static void fp8_score(const struct kvk_attend *attend, const struct kvk_attend_r
         kvk_attend_compact_avx512.score(attend, rows, tokens, fetch, scores);
         return;
     }
-    tile_widen(table_get(), tokens->k, tokens->k_offset, tokens->count, attend->head_size_k, &tile);
+    tile_widen(tokens->k, tokens->k_offset, tokens->count, attend->head_size_k, &tile);
     wide.k = tile.rows;
     wide.k_offset = 0;
     kvk_attend_avx512_bf16.score(&plain, rows, &wide, fetch, scores);
@@ -186,7 +170,7 @@ static void fp8_weigh(const struct kvk_attend *attend, const struct kvk_attend_r
         kvk_attend_compact_avx512.weigh(attend, rows, tokens, fetch, weights);
         return;
     }
-    tile_widen(table_get(), tokens->v, tokens->v_offset, tokens->count, attend->head_size_v, &tile);
+    tile_widen(tokens->v, tokens->v_offset, tokens->count, attend->head_size_v, &tile);
     wide.v = tile.rows;
     wide.v_offset = 0;
     scales_get(tokens, tokens->v_scales, scales);
