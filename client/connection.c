@@ -286,6 +286,10 @@ enum kvk_status kvkeep_connection_create_tls(const char *target, const char *tok
     if (target == NULL || target[0] == '\0') {
         return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "target", "must name a socket");
     }
+    if (strchr(target, ':') == NULL) { /* gRPC would try port 443 of a host of that name */
+        return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "target",
+                        "\"%s\" must be HOST:PORT or unix:PATH", target);
+    }
     struct kvkeep_connection *new = calloc(1, sizeof *new);
     if (new == NULL) {
         return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "no memory for a connection");

@@ -64,30 +64,33 @@ struct wanted {
     Kvkeep__V1__CreateCredentialRequest request;
 };
 
-static bool option_take(struct wanted *wanted, int option)
+/* NULL: taken; else what it must be. */
+static const char *option_take(struct wanted *wanted, int option)
 {
     Kvkeep__V1__CreateCredentialRequest *request = &wanted->request;
     switch (option) {
     case 't':
         if (request->n_tenants == TENANTS_MAX) {
-            return false;
+            return "one of the first 64: no more are taken";
         }
         wanted->tenants[request->n_tenants++] = text(optarg);
-        return true;
+        return NULL;
     case 'a':
         request->admin = true;
-        return true;
+        return NULL;
     case 'c':
         request->certificate = text(optarg);
-        return true;
+        return NULL;
     case 'u':
-        return request->n_uids < UIDS_MAX &&
-               ctl_parse_count(optarg, &wanted->uids[request->n_uids++]);
-    case 'n':
-        request->token = false;
-        return true;
+        if (request->n_uids == UIDS_MAX) {
+            return "one of the first 16: no more are taken";
+        }
+        return ctl_parse_count(optarg, &wanted->uids[request->n_uids++])
+                   ? NULL
+                   : "the number of a user, as `id -u NAME` says it";
     default:
-        return false;
+        request->token = false;
+        return NULL;
     }
 }
 
@@ -98,7 +101,7 @@ static int credential_create(const struct ctl_options *options, int argc, char *
         {"certificate", required_argument, NULL, 'c'}, {"uid", required_argument, NULL, 'u'},
         {"no-token", no_argument, NULL, 'n'},          {NULL, 0, NULL, 0}};
     struct wanted wanted;
-    if (argc < 2) {
+    if (argc < 2 || argv[1][0] == '-') {
         return wrong("a name");
     }
     kvkeep__v1__create_credential_request__init(&wanted.request);
@@ -107,10 +110,15 @@ static int credential_create(const struct ctl_options *options, int argc, char *
     wanted.request.uids = wanted.uids;
     wanted.request.token = true;
     int option = 0;
+    int at = 0;
     optind = 1;
-    while ((option = getopt_long(argc - 1, argv + 1, "", names, NULL)) != -1) {
-        if (!option_take(&wanted, option)) {
+    while ((option = getopt_long(argc - 1, argv + 1, "", names, &at)) != -1) {
+        const char *meant = option == '?' ? NULL : option_take(&wanted, option);
+        if (option == '?') {
             return wrong("a name and options");
+        }
+        if (meant != NULL) {
+            return ctl_option_wrong("credential", names[at].name, optarg, meant);
         }
     }
     if (optind != argc - 1) {

@@ -42,6 +42,11 @@ struct ctl_command {
 int ctl_usage(const struct ctl_command *command, const char *complaint);
 void ctl_usage_is_asked_for(void);
 
+/* An option's value is not what it must be: print which, what was given and what is meant, and not
+ * the whole of the usage, in which that would be lost; CTL_USAGE. */
+int ctl_option_wrong(const char *command, const char *option, const char *value,
+                     const char *wanted);
+
 /* Print a failure with its cause and hint; the exit code for it. */
 int ctl_fail(const char *what, const struct kvk_error *error);
 

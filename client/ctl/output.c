@@ -88,6 +88,35 @@ void ctl_json_print(json_t *value)
 
 /* ---- failures ---- */
 
+/* What is to be done where no daemon could be talked to, by gRPC's own words for why; NULL: nothing
+ * that is known. */
+static const char *connecting_hint(const char *text)
+{
+    static const struct {
+        const char *where; /* of the address */
+        const char *what;
+        const char *hint;
+    } hints[] = {
+        {"ipv", "Socket closed",
+         "a daemon that serves TLS there wants --ca FILE: the roots of its certificate"},
+        {"ipv", "not in peer certificate",
+         "connect by a name that its certificate has, or say which it has: --server-name NAME"},
+        {"unix:", "Permission denied",
+         "the socket lets in only whom server.unix_mode says: run this as the daemon's user"},
+        {"unix:", "No such file",
+         "no kvkeepd listens there: start one, or say where it is by --connect or KVKEEP_TARGET"},
+        {"unix:", "Connection refused",
+         "the kvkeepd that made this socket has ended: start it, or say where another is by "
+         "--connect or KVKEEP_TARGET"},
+    };
+    for (size_t i = 0; i < sizeof hints / sizeof hints[0]; i++) {
+        if (strstr(text, hints[i].where) != NULL && strstr(text, hints[i].what) != NULL) {
+            return hints[i].hint;
+        }
+    }
+    return NULL;
+}
+
 int ctl_fail(const char *what, const struct kvk_error *error)
 {
     (void)fprintf(stderr, "kvkeepctl %s: %s", what, error->text);
@@ -105,10 +134,9 @@ int ctl_fail(const char *what, const struct kvk_error *error)
         (void)fprintf(stderr, " retry_after=%s", ctl_duration_ms(error->retry_after_ms));
     }
     (void)fputc('\n', stderr);
-    if (strstr(error->text, "ipv") != NULL && strstr(error->text, "Socket closed") != NULL) {
-        (void)fputs(
-            "a daemon that serves TLS there wants --ca FILE: the roots of its certificate\n",
-            stderr);
+    const char *hint = error->status == KVK_UNAVAILABLE ? connecting_hint(error->text) : NULL;
+    if (hint != NULL) {
+        (void)fprintf(stderr, "%s\n", hint);
     }
     /* A daemon that is there says why. */
     return error->status == KVK_UNAVAILABLE && error->cause == KVK_CAUSE_NONE ? CTL_NO_DAEMON
@@ -130,6 +158,13 @@ int ctl_usage(const struct ctl_command *command, const char *complaint)
     }
     (void)fprintf(file, "usage: kvkeepctl [--connect TARGET] [--token TOKEN] [--json] %s\n%s",
                   command->name, command->usage == NULL ? "" : command->usage);
+    return CTL_USAGE;
+}
+
+int ctl_option_wrong(const char *command, const char *option, const char *value, const char *wanted)
+{
+    (void)fprintf(stderr, "kvkeepctl %s: --%s: \"%s\" is not %s\nusage: kvkeepctl %s --help\n",
+                  command, option, value, wanted, command);
     return CTL_USAGE;
 }
 

@@ -33,7 +33,7 @@ static const char usage[] =
     "  --idle SECONDS                 after so long unused its blocks go; 0: never\n"
     "  --mode on|shadow|off           shadow: look-ups miss, nothing is shared; off: all refused\n"
     "  --may-publish yes|no           prefixes into the public scope\n"
-    "SIZE is a number with KiB, MiB, GiB or TiB.\n";
+    "SIZE is a number with B, KiB, MiB, GiB or TiB; only 0 needs none.\n";
 
 static int wrong(const char *complaint)
 {
@@ -58,9 +58,9 @@ static bool parse_size(const char *value, uint64_t *bytes)
     }
     unsigned long long number = strtoull(value, &end, 10);
     end += strspn(end, " ");
-    if (*end == '\0') {
-        *bytes = number;
-        return true;
+    if (*end == '\0') { /* 64 of what? A limit of 64 bytes would refuse everything */
+        *bytes = 0;
+        return number == 0;
     }
     uint64_t unit = 1;
     for (size_t i = 0; i < sizeof units / sizeof units[0]; i++) {
@@ -116,8 +116,8 @@ static uint64_t *count_of(Kvkeep__V1__TenantQuota *quota, int which)
     return counts[which];
 }
 
-/* False: not understood. */
-static bool option_take(struct wanted *wanted, int option, const char *value)
+/* NULL: taken; else what it must be. */
+static const char *option_take(struct wanted *wanted, int option, const char *value)
 {
     static const char *const policies[] = {"evict", "refuse", NULL};
     static const char *const modes[] = {"on", "shadow", "off", NULL};
@@ -129,32 +129,38 @@ static bool option_take(struct wanted *wanted, int option, const char *value)
         word = parse_word(value, policies);
         wanted->quota.refuse_over_quota = word == 1;
         wanted->quota_given = true;
-        return word >= 0;
+        return word >= 0 ? NULL : "evict or refuse";
     case IDLE:
         wanted->quota_given = true;
         return ctl_parse_count(value, &seconds) &&
-               kvk_multiply_fits(seconds, 1000, &wanted->quota.idle_ms);
+                       kvk_multiply_fits(seconds, 1000, &wanted->quota.idle_ms)
+                   ? NULL
+                   : "a number of seconds, without a unit";
     case MODE:
         word = parse_word(value, modes);
         wanted->mode = (Kvkeep__V1__Mode)(word + 1);
-        return word >= 0;
+        return word >= 0 ? NULL : "on, shadow or off";
     case MAY_PUBLISH:
         word = parse_word(value, answers);
         wanted->may_publish_given = true;
         wanted->may_publish = word == 1;
-        return word >= 0;
+        return word >= 0 ? NULL : "yes or no";
     default:
         break;
     }
     wanted->quota_given = true;
-    if (option >= COUNTS && option < COUNTS + 4) {
-        return ctl_parse_count(value, count_of(&wanted->quota, option - COUNTS));
+    if (option >= COUNTS) {
+        return ctl_parse_count(value, count_of(&wanted->quota, option - COUNTS))
+                   ? NULL
+                   : "a whole number (k and M may follow)";
     }
-    return option >= SIZES && option < SIZES + 7 &&
-           parse_size(value, size_of(&wanted->quota, option - SIZES));
+    return parse_size(value, size_of(&wanted->quota, option - SIZES))
+               ? NULL
+               : "a size: a number with B, KiB, MiB, GiB or TiB, or 0";
 }
 
-static bool options_take(struct wanted *wanted, int argc, char **argv)
+/* argv[0] is the tenant's name; options follow. CTL_OK, or what was wrong was told. */
+static int options_take(struct wanted *wanted, int argc, char **argv)
 {
     static const struct option names[] = {{"device", required_argument, NULL, SIZES},
                                           {"host", required_argument, NULL, SIZES + 1},
@@ -172,14 +178,27 @@ static bool options_take(struct wanted *wanted, int argc, char **argv)
                                           {"mode", required_argument, NULL, MODE},
                                           {"may-publish", required_argument, NULL, MAY_PUBLISH},
                                           {NULL, 0, NULL, 0}};
+    static char program[] = "kvkeepctl tenant"; /* as getopt_long() names it in its complaints */
+    char *name = argv[0];
+    int code = CTL_OK;
     int option = 0;
+    int at = 0;
     optind = 1;
-    while ((option = getopt_long(argc, argv, "", names, NULL)) != -1) {
-        if (option == '?' || !option_take(wanted, option, optarg)) {
-            return false;
+    argv[0] = program;
+    while (code == CTL_OK && (option = getopt_long(argc, argv, "", names, &at)) != -1) {
+        if (option == '?') {
+            (void)fputs("usage: kvkeepctl tenant --help\n", stderr);
+            code = CTL_USAGE;
+            break;
         }
+        const char *meant = option_take(wanted, option, optarg);
+        code = meant == NULL ? CTL_OK : ctl_option_wrong("tenant", names[at].name, optarg, meant);
     }
-    return optind == argc;
+    argv[0] = name;
+    if (code == CTL_OK && optind < argc) {
+        return wrong("one name; one that has blanks goes in quotes, and so does a size that has");
+    }
+    return code;
 }
 
 /* ---- list ---- */
@@ -287,15 +306,18 @@ static int tenant_create(const struct ctl_options *options, int argc, char **arg
 {
     struct wanted wanted = {.mode = KVKEEP__V1__MODE__MODE_UNSPECIFIED};
     kvkeep__v1__tenant_quota__init(&wanted.quota);
-    if (argc < 2 || !options_take(&wanted, argc - 1, argv + 1)) {
+    if (argc < 2 || argv[1][0] == '-') {
         return wrong("a name and quotas");
+    }
+    int code = options_take(&wanted, argc - 1, argv + 1);
+    if (code != CTL_OK) {
+        return code;
     }
     Kvkeep__V1__CreateTenantRequest request = KVKEEP__V1__CREATE_TENANT_REQUEST__INIT;
     request.name = text(argv[1]);
     request.quota = wanted.quota_given ? &wanted.quota : NULL;
     request.mode = wanted.mode;
     request.may_publish = wanted.may_publish;
-    int code = CTL_OK;
     Kvkeep__V1__CreateTenantResponse *answer =
         ctl_admin_call(options, ADMIN("CreateTenant"), &request.base,
                        &kvkeep__v1__create_tenant_response__descriptor, &code);
@@ -315,7 +337,8 @@ static int tenant_create(const struct ctl_options *options, int argc, char **arg
     return CTL_OK;
 }
 
-/* The quota as it is now, over which the options go. */
+/* The quota as it is now, over which the options go. Not found is a failure: the daemon might know
+ * the name all the same (it normalises what it is told), and would then lose what was not named. */
 static int quota_ask(const struct ctl_options *options, const char *name,
                      Kvkeep__V1__TenantQuota *quota)
 {
@@ -324,30 +347,42 @@ static int quota_ask(const struct ctl_options *options, const char *name,
     if (answer == NULL) {
         return code;
     }
+    code = CTL_FAILED;
     for (size_t i = 0; i < answer->n_tenants; i++) {
         const Kvkeep__V1__TenantRow *row = answer->tenants[i];
         if (row->quota != NULL && row->name.len == strlen(name) &&
             memcmp(row->name.data, name, row->name.len) == 0) {
             *quota = *row->quota;
+            code = CTL_OK;
         }
     }
     kvkeep__v1__list_tenants_response__free_unpacked(answer, NULL);
-    return CTL_OK;
+    if (code != CTL_OK) {
+        (void)fprintf(stderr,
+                      "kvkeepctl tenant: no tenant is called \"%s\"; `kvkeepctl tenant list` shows "
+                      "the names, byte for byte as they are meant here\n",
+                      name);
+    }
+    return code;
 }
 
 static int tenant_change(const struct ctl_options *options, int argc, char **argv)
 {
     struct wanted wanted = {.mode = KVKEEP__V1__MODE__MODE_UNSPECIFIED};
     kvkeep__v1__tenant_quota__init(&wanted.quota);
-    if (argc < 3) {
+    if (argc < 3 || argv[1][0] == '-') {
         return wrong("a name and what to change");
     }
-    int code = quota_ask(options, argv[1], &wanted.quota);
+    struct wanted first = wanted;
+    int code = options_take(&first, argc - 1, argv + 1); /* before anybody is asked */
+    if (code == CTL_OK && first.quota_given) {
+        code = quota_ask(options, argv[1], &wanted.quota);
+    }
+    if (code == CTL_OK) {
+        code = options_take(&wanted, argc - 1, argv + 1);
+    }
     if (code != CTL_OK) {
         return code;
-    }
-    if (!options_take(&wanted, argc - 1, argv + 1)) {
-        return wrong("a name and what to change");
     }
     Kvkeep__V1__ChangeTenantRequest request = KVKEEP__V1__CHANGE_TENANT_REQUEST__INIT;
     request.name = text(argv[1]);

@@ -4,7 +4,9 @@ kept over restarts; and what a caller who may not hears."""
 import json
 import os
 import pathlib
+import socket
 import subprocess
+import unicodedata
 
 import grpc
 import pytest
@@ -619,3 +621,42 @@ def test_kvkeepctl(site):
                   ["credential", "create", "x", "--uid", "me"]):
         answer = ctl(site, *wrong)
         assert answer.returncode == 2 and "usage" in answer.stderr, wrong
+    for wrong, told in ((["--host", "64"], '--host: "64" is not a size'),
+                        (["--host-share", "64G"], '--host-share: "64G" is not a size'),
+                        (["--idle", "5m"], '--idle: "5m" is not a number of seconds'),
+                        (["--mode", "dim"], '--mode: "dim" is not on, shadow or off'),
+                        (["--rate", "many"], "--rate"), (["--hosts", "1GiB"], "--hosts"),
+                        (["--host", "1GiB", "more"], "one name")):
+        answer = ctl(site, "tenant", "create", "x", *wrong)
+        assert answer.returncode == 2 and told in answer.stderr, (wrong, answer.stderr)
+    assert ctl(site, "tenant", "create", "--host=1GiB").returncode == 2
+    assert "x" not in [row["name"] for row in json.loads(
+        ctl(site, "--json", "tenant", "list").stdout)]
+
+
+def test_kvkeepctl_changes_no_tenant_that_it_has_not_found(site):
+    """The daemon would know the decomposed name as well, and what was not named would be lost."""
+    name = unicodedata.normalize("NFC", "\u00dcber")
+    assert ctl(site, "tenant", "create", name, "--sequences", "7").returncode == 0
+    answer = ctl(site, "tenant", "change", unicodedata.normalize("NFD", name), "--leases", "3")
+    assert answer.returncode == 1 and "tenant list" in answer.stderr
+    assert ctl(site, "tenant", "change", name, "--leases", "3").returncode == 0
+    row = next(row for row in json.loads(ctl(site, "--json", "tenant", "list").stdout)
+               if row["name"] == name)
+    assert row["quota"]["sequences"] == 7 and row["quota"]["leases"] == 3
+
+
+def test_kvkeepctl_says_what_to_do_where_it_reaches_nobody(tmp_path):
+    def ask(target):
+        program = pathlib.Path(binary()).with_name("kvkeepctl")
+        return subprocess.run([program, "--connect", target, "status"], capture_output=True,
+                              text=True, timeout=30, check=False)
+
+    answer = ask(f"unix:{tmp_path}/none.sock")
+    assert answer.returncode == 3 and "KVKEEP_TARGET" in answer.stderr
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{tmp_path}/left.sock")
+    answer = ask(f"unix:{tmp_path}/left.sock")
+    assert answer.returncode == 3 and "has ended" in answer.stderr
+    answer = ask("localhost")
+    assert answer.returncode == 1 and "HOST:PORT" in answer.stderr
