@@ -54,6 +54,12 @@ static enum kvk_status memory_check(const struct kvk_config *config, uint64_t de
         kvk_bytes_text(memory.limit_bytes, there));
 }
 
+enum kvk_status kvk_devices_check_memory(const struct kvk_config *config, struct kvk_error *error)
+{
+    return memory_check(config, config->device_kind == KVK_DEVICE_CUDA ? 0 : config->device_bytes,
+                        error);
+}
+
 enum kvk_status kvk_devices_open(const struct kvk_config *config, struct kvk_device **device,
                                  struct kvk_device **host, struct kvk_error *error)
 {

@@ -18,4 +18,9 @@ KVK_CHECKED enum kvk_status kvk_devices_open(const struct kvk_config *config,
                                              struct kvk_device **device, struct kvk_device **host,
                                              struct kvk_error *error);
 
+/* The first of these checks alone: would the tiers fit into this machine's memory? A device tier
+ * that is to lie on GPUs is taken to lie there. */
+KVK_CHECKED enum kvk_status kvk_devices_check_memory(const struct kvk_config *config,
+                                                     struct kvk_error *error);
+
 #endif

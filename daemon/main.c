@@ -16,6 +16,7 @@
 #include "daemon/audit.h"
 #include "daemon/cache.h"
 #include "daemon/config.h"
+#include "daemon/config_machine.h"
 #include "daemon/devices.h"
 #include "daemon/durable.h"
 #include "daemon/harden.h"
@@ -36,7 +37,8 @@ static const char usage[] =
     "Keeps the KV cache of language models outside the inference workers.\n"
     "\n"
     "  --config FILE     read FILE; without it the defaults of --print-config\n"
-    "  --check-config    say whether the configuration is right, and exit\n"
+    "  --check-config    say whether the configuration is right, and what it names that is not on\n"
+    "                    this machine, and exit\n"
     "  --print-config    print a commented file with all defaults, and exit\n"
     "  --print-manual    print the configuration's page of the manual, and exit\n"
     "\n"
@@ -202,7 +204,8 @@ static bool override_all(struct kvk_config *config, const struct arguments *argu
     const struct kvk_option_field socket = {.name = "socket",
                                             .kind = KVK_OPTION_TEXT,
                                             KVK_OPTION_AT(struct kvk_config, unix_path),
-                                            .minimum = 1};
+                                            .minimum = 1,
+                                            .maximum = KVK_PATH_SIZE - 1 - KVK_SOCKET_SUFFIX_SIZE};
     const struct kvk_option_field device = {
         .name = "device", .kind = KVK_OPTION_SIZE, KVK_OPTION_AT(struct kvk_config, device_bytes)};
     const struct kvk_option_field host = {
@@ -518,10 +521,11 @@ int main(int argc, char **argv)
     kvk_harden_begin();
     bool configured = configure(&config, &arguments);
     if (!configured || arguments.check_config) {
-        kvk_config_finish(&config);
         if (configured) {
             (void)printf("the configuration is right\n");
+            (void)kvk_config_machine_print(&config, stdout);
         }
+        kvk_config_finish(&config);
         return configured ? EXIT_SUCCESS : EXIT_USAGE;
     }
 

@@ -224,11 +224,29 @@ def test_tiers_that_the_machine_cannot_have(folder, start):
         assert words in result.stderr, result.stderr
     result, _ = run("--config", path, "--check-config")
     assert result.returncode == 0, result.stderr
+    assert "on this machine: tiers.device_bytes with tiers.host_bytes" in result.stdout
     daemon = start(tiers + "overcommit = yes\n")
     worker = Worker(daemon)
     answer = worker.call("Doctor", pb.DoctorRequest(), stub=worker.admin)
     assert b"memory_short" in [finding.code for finding in answer.findings]
     worker.leave()
+
+
+def test_what_is_not_on_this_machine_is_told_at_once(folder):
+    """All of it, and the configuration is right nevertheless: it may be another machine's."""
+    path = os.path.join(folder, "elsewhere.ini")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(f"[server]\ntcp_address = 127.0.0.1:0\n[tls]\ncertificate = {folder}/none.pem\n"
+                   f"key = {path}\n[durable]\nfolder = {folder}/none/deeper\n[remote]\n"
+                   f"seeds = 127.0.0.1:6379\nkey_file = {folder}/none.key\n[tenant a]\n"
+                   "[credential a]\ntoken = 0123456789abcdef\ntenants = a\n")
+    result, _ = run("--config", path, "--check-config")
+    assert result.returncode == 0, result.stderr
+    told = [line.split(": ")[1] for line in result.stdout.splitlines()[1:]]
+    assert told == ["durable.folder", "tls.certificate", "remote.key_file"], result.stdout
+    result, _ = run("--socket", os.path.join(folder, "s" * (103 - len(folder) - 1)),
+                    "--check-config")
+    assert result.returncode == 2 and "1 to 102 bytes" in result.stderr
 
 
 def test_a_demonstration_without_a_daemon(folder):
