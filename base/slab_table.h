@@ -13,6 +13,7 @@
 #ifndef KVK_BASE_SLAB_TABLE_H
 #define KVK_BASE_SLAB_TABLE_H
 
+#include <assert.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -36,8 +37,8 @@ struct kvk_slab_table {
     struct kvk_slab_entry entries[];
 };
 
-_Static_assert(sizeof(struct kvk_slab_entry) == 80, "stored");
-_Static_assert(offsetof(struct kvk_slab_table, entries) == 40, "stored");
+static_assert(sizeof(struct kvk_slab_entry) == 80, "stored");
+static_assert(offsetof(struct kvk_slab_table, entries) == 40, "stored");
 
 /* The entry that has the slot, or NULL. No lock: read it again where the answer matters later. */
 static inline const struct kvk_slab_entry *kvk_slab_table_find(const struct kvk_slab_table *table,

@@ -12,6 +12,8 @@
  * Threads: a client serves one call at a time (a mutex inside); threads that must not wait for
  * each other connect each. Fork before kvkeep_connect(), never after.
  *
+ * In C++ the structs of a call's name are written with `struct`: struct kvkeep_lookup result;
+ *
  * Memory: what a call fills belongs to the caller and is ended by the matching _finish or _close.
  */
 #ifndef KVK_CLIENT_KVKEEP_H
@@ -20,6 +22,10 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 #include "base/geometry.h"
 #include "base/status.h"
@@ -452,5 +458,9 @@ KVK_CHECKED enum kvk_status kvkeep_attend(struct kvkeep_session *session,
                                           const struct kvkeep_attend *attend,
                                           struct kvkeep_attend_item *items, uint32_t item_count,
                                           struct kvk_error *error);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

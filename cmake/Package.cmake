@@ -14,7 +14,7 @@ target_link_options(kvkeep PRIVATE
     -Wl,--version-script=${CMAKE_SOURCE_DIR}/deploy/package/libkvkeep.map -Wl,--no-undefined)
 install(TARGETS kvkeep LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(FILES client/kvkeep.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/kvkeep/client)
-install(FILES base/geometry.h base/format.h base/status.h
+install(FILES base/geometry.h base/format.h base/status.h base/slab_table.h
         DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/kvkeep/base)
 configure_file(deploy/package/libkvkeep.pc.in libkvkeep.pc @ONLY)
 install(FILES ${CMAKE_BINARY_DIR}/libkvkeep.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)

@@ -350,7 +350,7 @@ enum kvk_status kvk_credential_tenant(const struct kvk_credential *credential, c
     if (name_size == 0) {
         if (credential->tenant_count == 0) {
             return kvk_fail(error, KVK_PERMISSION, KVK_CAUSE_NONE, "tenant",
-                            "the credential acts for no tenant");
+                            "the credential acts for no tenant: show the token of one that does");
         }
         *tenant = credential->tenants[0];
         return kvk_tenant_check(*tenant, error);

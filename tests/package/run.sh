@@ -91,6 +91,7 @@ offers kvkeepctl plan --tens --tensor
 
 say "a worker in C against the installed library"
 cat >"$folder/worker.c" <<'C'
+#include <base/slab_table.h>
 #include <client/kvkeep.h>
 #include <stdio.h>
 
@@ -109,6 +110,7 @@ int main(void)
 }
 C
 read -ra flags < <(pkg-config --cflags --libs libkvkeep)
+g++ -std=c++20 -Wall -x c++ "$folder/worker.c" -x none "${flags[@]}" -o "$folder/worker"
 gcc -std=c17 -Wall -Wextra "$folder/worker.c" "${flags[@]}" -o "$folder/worker"
 chmod 755 "$folder"
 "${user[@]}" "$folder/worker" | grep -q connected || fail "the worker did not connect"

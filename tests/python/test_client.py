@@ -1,6 +1,7 @@
 """A worker's life through the Python package."""
 
 import math
+import os
 import threading
 import time
 
@@ -72,6 +73,26 @@ def test_a_block_is_looked_for_in_the_memory_where_it_lies(client):
                 read(block)
         with pytest.raises(ValueError, match="block 3 has no bytes"):
             memory.slot(kvkeep.Placement(3, Tier.ANY, None, 0))
+
+
+def test_the_environment_says_what_the_call_does_not(start, monkeypatch):
+    """As kvkeepctl and the programs in C read it: KVKEEP_TARGET and KVKEEP_TOKEN."""
+    daemon = start("[tenant own]\n[tenant other]\n[credential own]\n"
+                   f"uids = {os.getuid()}\ntenants = own\n"
+                   "[credential other]\ntoken = 0123456789abcdef\ntenants = other\n")
+    monkeypatch.setenv("KVKEEP_TARGET", daemon.target)
+    monkeypatch.setenv("KVKEEP_CA", "/no/such/file")  # a unix socket has no TLS
+    for variable, token, tenant in ((None, None, b"own"), ("0123456789abcdef", None, b"other"),
+                                    ("0123456789abcdef", "", b"own"),
+                                    ("wrong", "0123456789abcdef", b"other")):
+        if variable is not None:
+            monkeypatch.setenv("KVKEEP_TOKEN", variable)
+        with kvkeep.connect(token=token) as client:
+            assert client.server_info().tenant == tenant
+    with pytest.raises(OSError):
+        kvkeep.connect("localhost:1")
+    with pytest.raises(ValueError, match="host:port or unix:path"):
+        kvkeep.connect("localhost")
 
 
 def test_server_info(client):

@@ -16,7 +16,8 @@ Tokens are lists, numpy arrays or torch tensors of whole numbers. Refusals are K
 daemon's typed cause. The API itself is documented in kvkeep/v1/kvkeep.proto.
 """
 
-from kvkeep.client import Client, Lookup, Retry, Space, Tls, connect, default_target
+from kvkeep.client import (Client, Lookup, Retry, Space, Tls, connect, default_target,
+                           default_tls)
 from kvkeep.errors import Advice, Cause, Code, KvkeepError
 from kvkeep.memory import Scratch, SlotMemory
 from kvkeep.session import AttendResult, Lease, Sequence, Session, Swap, Transfer
@@ -27,8 +28,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Advice", "AttendPlace", "AttendResult", "Attention", "Cause", "Client", "Code", "connect",
-    "ContentSpan", "default_target", "Format", "Identity", "KvkeepError", "LayerGroup",
-    "Layout", "Lease", "Lookup", "Placement", "PrefillCost", "PriorityHint", "Prompt", "Retry",
-    "Scratch", "Sequence", "Session", "SlotMemory", "Space", "Swap", "Tier", "Tls",
-    "token_bytes", "Transfer",
+    "ContentSpan", "default_target", "default_tls", "Format", "Identity", "KvkeepError",
+    "LayerGroup", "Layout", "Lease", "Lookup", "Placement", "PrefillCost", "PriorityHint",
+    "Prompt", "Retry", "Scratch", "Sequence", "Session", "SlotMemory", "Space", "Swap", "Tier",
+    "Tls", "token_bytes", "Transfer",
 ]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -21,7 +22,8 @@ from kvkeep.v1 import kvkeep_pb2_grpc as services
 if TYPE_CHECKING:
     from kvkeep.session import Session
 
-__all__ = ["Client", "Lookup", "Retry", "Space", "Tls", "connect", "default_target"]
+__all__ = ["Client", "Lookup", "Retry", "Space", "Tls", "connect", "default_target",
+           "default_tls"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,17 +113,39 @@ def default_target() -> str:
     return "unix:" + next((path for path in paths if os.path.exists(path)), paths[0])
 
 
+def default_tls() -> Tls | None:
+    """What KVKEEP_CA, KVKEEP_CERTIFICATE, KVKEEP_KEY and KVKEEP_SERVER_NAME say, as kvkeepctl reads
+    them; None: neither of the first two is set, so no TLS is wanted. OSError: a file of them cannot
+    be read."""
+    paths = [os.environ.get(name) for name in ("KVKEEP_CA", "KVKEEP_CERTIFICATE", "KVKEEP_KEY")]
+    if not (paths[0] or paths[1]):
+        return None
+    return Tls(*(pathlib.Path(path).read_bytes() if path else None for path in paths),
+               server_name=os.environ.get("KVKEEP_SERVER_NAME") or None)
+
+
 class Client:
     """One connection. Thread safe; use as a context manager, or close().
 
     Calls raise KvkeepError. Each takes at most `timeout` seconds; those that are safe to repeat
     are repeated as `retry` says.
+
+    Where no `token` is given, KVKEEP_TOKEN is taken, and where no `tls` is, default_tls(); "" is no
+    token. A unix socket needs neither: it knows the caller's uid. ValueError: the target is neither
+    "host:port" nor "unix:path".
     """
 
     def __init__(self, target: str | None = None, *, token: str | None = None,
                  tls: Tls | None = None, tenant: Text = b"", timeout: float = 20.0,
                  retry: Retry = Retry(), message_bytes: int = 64 << 20) -> None:
         self.target = target or default_target()
+        if ":" not in self.target:
+            raise ValueError(f'target: "{self.target}" must be host:port or unix:path')
+        token = os.environ.get("KVKEEP_TOKEN") if token is None else token
+        if self.target.startswith("unix:"):
+            tls = None
+        elif tls is None:
+            tls = default_tls()
         self.tenant = as_bytes(tenant)
         self.timeout = timeout
         self.retry = retry
@@ -246,14 +270,16 @@ class Client:
         return self.call("UnpublishPrefix", pb.UnpublishPrefixRequest(public_id=public_id))
 
     def session(self, *, name: Text = "", tenant: Text | None = None, rank: int = 0,
-                instance_token: bytes = b"") -> "Session":
+                instance_token: bytes = b"",
+                on_notice: Callable[[str, int], None] | None = None) -> "Session":
         """Open an instance, or join one by its token. A context manager: what it holds ends with
-        it."""
+        it. `on_notice`: see Session. KvkeepError ALREADY_EXISTS: the rank is there; NOT_FOUND: no
+        such instance."""
         from kvkeep.session import Session
 
         return Session(self, name=as_bytes(name),
                        tenant=self.tenant if tenant is None else as_bytes(tenant), rank=rank,
-                       instance_token=instance_token)
+                       instance_token=instance_token, on_notice=on_notice)
 
 
 def connect(target: str | None = None, **options: Any) -> Client:
