@@ -86,6 +86,16 @@ def test_the_pod_is_not_privileged():
     assert pod["securityContext"]["runAsNonRoot"]
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]}
+    # The node's folders are root's when they are made: one container gives them to the pod's user.
+    first, = pod["initContainers"]
+    assert first["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
+    user = pod["securityContext"]
+    node = {volume["name"] for volume in pod["volumes"] if "hostPath" in volume}
+    assert node == {mount["name"] for mount in first["volumeMounts"]}
+    assert first["command"] == ["chown", f"{user['runAsUser']}:{user['runAsGroup']}",
+                                *(mount["mountPath"] for mount in first["volumeMounts"])]
+    assert first["image"] == container["image"]
+    assert container["image"] in (DEPLOY / "docker" / "Dockerfile").read_text()
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         assert container[probe]["httpGet"]["path"].startswith("/health/")
 
