@@ -10,6 +10,7 @@
 #include "base/assert.h"
 #include "base/clock.h"
 #include "base/lock.h"
+#include "base/log.h"
 #include "base/priority.h"
 
 /* What one thread copies before it looks for work again: large enough that the handing out costs
@@ -55,6 +56,8 @@ struct kvk_mover {
     uint32_t delay_us;
     void (*hook)(void *context);
     void *hook_context;
+    uint64_t told_ns; /* when a failure was last logged, */
+    uint32_t untold;  /* and how many were not since */
     _Atomic uint64_t copied_bytes;
     _Atomic uint64_t rate; /* bytes per second */
     uint32_t thread_count; /* of the front */
@@ -325,6 +328,27 @@ static enum kvk_status job_admit(struct kvk_mover *mover, struct job *job, bool 
     return KVK_OK;
 }
 
+/* Copies that fail one after the other do not fill the log. */
+static enum kvk_status tell_failure(struct kvk_mover *mover, enum kvk_status status,
+                                    const struct kvk_error *error)
+{
+    char text[KVK_ERROR_TEXT_SIZE + 16];
+    uint64_t now_ns = kvk_clock_now(kvk_clock_monotonic());
+    kvk_lock(&mover->lock);
+    uint32_t untold = mover->untold++;
+    bool tell = mover->told_ns == 0 || now_ns - mover->told_ns >= KVK_NS_PER_SECOND;
+    if (tell) {
+        mover->told_ns = now_ns;
+        mover->untold = 0;
+    }
+    kvk_unlock(&mover->lock);
+    if (tell) {
+        kvk_log(KVK_LOG_WARNING, "copy_failed", "reason=%s untold=%u text=%s",
+                kvk_status_name(status), untold, kvk_log_text(text, sizeof(text), error->text));
+    }
+    return status;
+}
+
 static enum kvk_status copy_by(struct kvk_mover *mover, struct lane *lane,
                                struct kvk_device *device, const struct kvk_copy *copies,
                                uint32_t copy_count, struct kvk_error *error)
@@ -333,9 +357,12 @@ static enum kvk_status copy_by(struct kvk_mover *mover, struct lane *lane,
     struct job job = {.device = device, .copies = copies, .copy_count = copy_count};
     bool fail = false;
 
-    enum kvk_status status = job_admit(mover, &job, &fail, error);
+    enum kvk_status status = job_admit(mover, &job, &fail, &job.error);
     if (status != KVK_OK) {
-        return status;
+        if (error != NULL) {
+            *error = job.error;
+        }
+        return tell_failure(mover, status, &job.error);
     }
     uint64_t bytes = copies_bytes(copies, copy_count);
     uint64_t begun_ns = kvk_clock_now(kvk_clock_monotonic());
@@ -356,7 +383,7 @@ static enum kvk_status copy_by(struct kvk_mover *mover, struct lane *lane,
         if (error != NULL) {
             *error = job.error;
         }
-        return job.status;
+        return tell_failure(mover, job.status, &job.error);
     }
     atomic_fetch_add_explicit(&mover->copied_bytes, bytes, memory_order_relaxed);
     if (!lane->stands_back) {

@@ -97,6 +97,22 @@ def test_deadline_is_kept(start):
     worker.leave()
 
 
+def test_a_copy_that_fails_is_in_the_log(start):
+    """With the device's word, and once a second: the counter counts the others, too."""
+    daemon = start(arguments=["--test-hooks"])
+    worker = Worker(daemon)
+    sequence = worker.prefill(worker.open_space(), list(range(64)), "a").sequence_id
+    for _ in range(3):
+        worker.call("TestControl", pb.TestControlRequest(fail_next_copy=True), stub=worker.admin)
+        with Refused(CODE.INTERNAL):
+            worker.call("SwapOut", pb.SwapOutRequest(session_id=worker.id, sequence_id=sequence))
+    lines = [line for line in daemon.log.read_text().splitlines() if line.startswith("copy_failed")]
+    assert 1 <= len(lines) <= 3 and "the copy failed, as a test asked for" in lines[0], lines
+    rows = worker.call("GetStats", pb.GetStatsRequest(), stub=worker.admin).stats
+    assert {row.name: row.value for row in rows}[b"kvkeep_copy_failures_total"] == 3
+    worker.leave()
+
+
 def test_socket_is_private_and_gone_at_the_end(start):
     daemon = start()
     for path in (daemon.socket, daemon.socket + ".side"):
