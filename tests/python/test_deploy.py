@@ -25,15 +25,24 @@ def names_in(text):
     return set(re.findall(r"\bkvkeep_[a-z0-9_]+", text))
 
 
-def test_dashboard_and_alerts_ask_for_metrics_that_there_are(start, rules):
+def test_dashboard_and_alerts_ask_for_metrics_that_there_are(start, rules, tmp_path):
     import kvkeep
 
-    daemon = start(CONFIG % ("metrics", TOKEN, OTHER, os.getuid()))
+    key = tmp_path / "key"
+    key.write_text(bytes(range(32)).hex())
+    key.chmod(0o600)
+    daemon = start(CONFIG % ("metrics", TOKEN, OTHER, os.getuid()) +
+                   f"[durable]\nfolder = {tmp_path}/durable\ndisk_bytes = 1 MiB\nkeeper = no\n"
+                   f"[remote]\nseeds = 127.0.0.1:1\nkey_file = {key}\n")
     with kvkeep.connect(daemon.target) as client:  # so that the tenant has figures
         group = kvkeep.LayerGroup(layers=1, kv_heads=1, head_size_k=8)
         client.lookup(client.open_space(kvkeep.Identity(model="m"), [group]), [1] * 32)
     text = Web(daemon).ask("GET", "/metrics")[1].decode()
     there = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    assert 'kvkeep_remote_state{state="away"}' in text
+    assert 'kvkeep_disk_state{state="good"} 1' in text
+    assert '"kvkeep_device_lost"' in (ROOT / "daemon" / "report_stats.c").read_text()
+    there.add("kvkeep_device_lost")  # of a machine with a GPU
     board = json.loads((DEPLOY / "grafana" / "kvkeep.json").read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     queries += [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
