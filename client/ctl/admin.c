@@ -378,11 +378,14 @@ static json_t *space_formats(const Kvkeep__V1__SpaceInfo *space, bool host)
 static json_t *space_json(const Kvkeep__V1__SpaceInfo *space)
 {
     ProtobufCBinaryData none = {0};
+    char id[24]; /* as text, too: tools that keep numbers as doubles (jq 1.6) cut the other */
+    (void)snprintf(id, sizeof(id), "%llu", (unsigned long long)space->space_id);
     return json_pack(
-        "{s:I, s:o, s:o, s:o, s:i, s:i, s:i, s:I, s:I, s:I, s:I, s:I, s:I, s:b, s:s, s:b, s:o, "
+        "{s:s, s:I, s:o, s:o, s:o, s:i, s:i, s:i, s:I, s:I, s:I, s:I, s:I, s:I, s:b, s:s, s:b, "
+        "s:o, "
         "s:o}",
-        "space_id", (json_int_t)space->space_id, "tenant", ctl_json_text(space->tenant), "model",
-        ctl_json_text(space->identity == NULL ? none : space->identity->model), "revision",
+        "id", id, "space_id", (json_int_t)space->space_id, "tenant", ctl_json_text(space->tenant),
+        "model", ctl_json_text(space->identity == NULL ? none : space->identity->model), "revision",
         ctl_json_text(space->identity == NULL ? none : space->identity->revision), "block_tokens",
         (int)space->block_tokens, "tensor_shards", (int)space->tensor_shards, "pipeline_shards",
         (int)space->pipeline_shards, "blocks", (json_int_t)space->blocks, "bytes",
@@ -408,12 +411,12 @@ int ctl_spaces(const struct ctl_options *options, int argc, char **argv)
     if (response == NULL) {
         return code;
     }
-    static const char *const titles[] = {"-tenant", "-model",  "-layers x kv heads x size",
-                                         "tokens",  "shards",  "blocks",
-                                         "bytes",   "queries", "hit %",
-                                         "-mode"};
+    static const char *const titles[] = {
+        "space",   "-tenant", "-model", "-layers x kv heads x size",
+        "tokens",  "shards",  "blocks", "bytes",
+        "queries", "hit %",   "-mode"};
     struct ctl_table table;
-    ctl_table_init(&table, 10, titles);
+    ctl_table_init(&table, 11, titles);
     json_t *list = json_array();
     for (size_t i = 0; i < response->n_spaces; i++) {
         const Kvkeep__V1__SpaceInfo *space = response->spaces[i];
@@ -421,7 +424,8 @@ int ctl_spaces(const struct ctl_options *options, int argc, char **argv)
         double hits = space->query_tokens == 0
                           ? 0
                           : 100.0 * (double)space->hit_tokens / (double)space->query_tokens;
-        ctl_table_row(&table, "%s\t%s%s\t%s\t%u\t%u\t%s\t%s\t%s\t%.1f\t%s", ctl_text(space->tenant),
+        ctl_table_row(&table, "%llu\t%s\t%s%s\t%s\t%u\t%u\t%s\t%s\t%s\t%.1f\t%s",
+                      (unsigned long long)space->space_id, ctl_text(space->tenant),
                       ctl_text(space->identity == NULL ? none : space->identity->model),
                       space->is_public ? " (public)" : "", space_layers(space), space->block_tokens,
                       space->tensor_shards * space->pipeline_shards, ctl_count(space->blocks),

@@ -475,6 +475,8 @@ def test_modes(site):
         assert told.returncode == 0 and told.stdout == f"space {space}: {words[mode]}\n", told
         listed = json.loads(ctl(site, "--json", "spaces").stdout)
         assert [row["mode"] for row in listed if row["space_id"] == space] == [words[mode]]
+        assert str(space) in [row["id"] for row in listed]
+        assert str(space) in ctl(site, "spaces").stdout.split()  # where `space mode` sends one
 
     for turn in (tenant, one_space, by_ctl):
         check_off(turn, turn)
