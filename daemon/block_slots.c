@@ -80,6 +80,7 @@ uint32_t kvk_slot_take(struct kvk_cache *cache, struct kvk_group *group, enum kv
         slot = kvk_arena_take(&at->arena);
     }
     if (slot != KVK_SLOT_NONE) {
+        at->empty_rounds = 0;
         kvk_sidecar_slot_granted(group, tier, slot);
         loose_begin(cache, group, tier, slot);
     }

@@ -469,8 +469,9 @@ KVK_CHECKED enum kvk_status kvk_block_checksum_drops(struct kvk_cache *cache,
 /* Demotion ahead of need: keep config.device_free_percent of the device tier free or clean. One
  * bounded batch. Drops the lock. */
 void kvk_tier_run_ahead_drops(struct kvk_cache *cache);
-/* Punch slabs that left their arenas; give the budget back. Drops the lock. */
-void kvk_tier_punch_drops(struct kvk_cache *cache);
+/* Punch slabs that left their arenas; give the budget back. Drops the lock. False, without having
+ * dropped it: there are none, or another thread has them in hand. */
+bool kvk_tier_punch_drops(struct kvk_cache *cache);
 /* What is punched out is not charged any more; frees the punch. */
 void kvk_tier_punch_end(struct kvk_cache *cache, struct kvk_punch *punch);
 uint64_t kvk_tier_load_ns(const struct kvk_cache *cache, uint64_t bytes); /* estimate */

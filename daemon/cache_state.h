@@ -68,6 +68,7 @@ struct kvk_group_tier {
     bool own_evictions_due;      /* it was asked on behalf of a tenant within its guarantee */
     uint32_t leave_count;        /* slabs that left: whoever backs a place sees what came between */
     uint32_t backing_count;      /* places that are being backed without the lock, now */
+    uint32_t empty_rounds;       /* of tidying that found no slot used, since one was taken */
     uint64_t used_bytes;         /* = arena.used_count x arena.slot_bytes */
     uint64_t stray_bytes;        /* as last looked at */
     uint64_t stray_told_bytes;   /* the most that was logged */

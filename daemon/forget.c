@@ -180,7 +180,7 @@ static void slabs_punch_drops(struct kvk_cache *cache, struct kvk_tenant_state *
             }
         }
     }
-    kvk_tier_punch_drops(cache);
+    (void)kvk_tier_punch_drops(cache);
 }
 
 /* Memory comes and goes by whole pages. Where slots are none, what lies in free ones is wiped:

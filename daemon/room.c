@@ -534,7 +534,7 @@ static enum kvk_status blocks_get(struct kvk_cache *cache, struct kvk_space *spa
     return status;
 }
 
-static uint64_t want_bytes(const struct kvk_space *space, const struct kvk_room_want *want)
+uint64_t kvk_room_want_bytes(const struct kvk_space *space, const struct kvk_room_want *want)
 {
     uint64_t bytes = 0;
     for (uint32_t g = 0; g < space->group_count; g++) {
@@ -563,7 +563,7 @@ enum kvk_status kvk_room_reserve(struct kvk_cache *cache, struct kvk_space *spac
     if (there != KVK_OK) {
         return there;
     }
-    uint64_t needed = want_bytes(space, want);
+    uint64_t needed = kvk_room_want_bytes(space, want);
     if (!want_is_present(space, want) || !is_admitted(cache, space->tenant, want->tier, needed,
                                                       want->growth_bytes, want->own_growth_bytes)) {
         return refuse_or_wait(cache, want->tier, needed + want->growth_bytes, space,

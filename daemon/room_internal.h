@@ -98,6 +98,9 @@ bool kvk_room_grow(struct kvk_cache *cache, struct kvk_group *group, enum kvk_ti
 bool kvk_room_apply(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier,
                     const struct kvk_room_choice *choice);
 
+/* What the slots that are wanted take, over all groups. */
+uint64_t kvk_room_want_bytes(const struct kvk_space *space, const struct kvk_room_want *want);
+
 /* Forget a block that nobody holds, and below it all that would be stranded. */
 void kvk_room_forget_tree(struct kvk_cache *cache, uint32_t block);
 

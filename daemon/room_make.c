@@ -14,8 +14,9 @@
 #define DEMOTE_COUNT_MAX 1024
 #define DEMOTE_BYTES_MAX (UINT64_C(64) << 20)
 #define WAIT_NS (50 * KVK_NS_PER_MS)
-#define TIDY_GROUPS 32 /* that one round looks at */
-#define TIDY_BACKS 2   /* slabs that one round backs: each takes milliseconds */
+#define TIDY_GROUPS 32  /* that one round looks at */
+#define TIDY_BACKS 2    /* slabs that one round backs: each takes milliseconds */
+#define EMPTY_ROUNDS 20 /* that find a group's slabs empty, with nothing taken in between */
 
 /* ---- Backing ---- */
 
@@ -103,7 +104,7 @@ static enum kvk_status hand_over_drops(struct kvk_cache *cache, struct kvk_group
     if (!kvk_room_slab_leave(cache, giver, tier, slab)) {
         return KVK_EXHAUSTED;
     }
-    kvk_tier_punch_drops(cache);
+    (void)kvk_tier_punch_drops(cache);
     struct kvk_room_choice choice;
     kvk_room_choose_more(cache, group, tier, NULL, &choice);
     if (choice.step == KVK_ROOM_GROW) {
@@ -395,9 +396,8 @@ static enum kvk_status step_drops(struct kvk_cache *cache, struct kvk_group *gro
             return status;
         }
         return vacate_drops(cache, group, tier, &choice, error);
-    case KVK_ROOM_PUNCH:
-        kvk_tier_punch_drops(cache);
-        return KVK_OK;
+    case KVK_ROOM_PUNCH: /* or another thread is at it: that may take milliseconds */
+        return kvk_tier_punch_drops(cache) ? KVK_OK : wait_drops(cache, caller);
     case KVK_ROOM_WAIT:
         return wait_drops(cache, caller);
     case KVK_ROOM_LIMIT:
@@ -529,7 +529,8 @@ enum kvk_status kvk_room_reserve_drops(struct kvk_cache *cache, struct kvk_space
             break;
         }
         if (steps-- == 0) {
-            status = kvk_room_refuse(cache, want->tier, 0, space, want->sequence_id, caller, error);
+            status = kvk_room_refuse(cache, want->tier, kvk_room_want_bytes(space, want), space,
+                                     want->sequence_id, caller, error);
             break;
         }
         status = kvk_room_make_drops(cache, space, want, caller, error);
@@ -577,11 +578,20 @@ static bool back_ahead_drops(struct kvk_cache *cache, struct kvk_group *group, e
     return back_drops(cache, group, tier, place, slots, NULL) == KVK_OK;
 }
 
-/* Slabs of a group that holds nothing go back, where others could use them. */
+/*
+ * Slabs of a group that has held nothing for a while go back, where others could use them; whoever
+ * wants one earlier is handed it over. Not at once: where requests come and go and nothing of them
+ * stays, as with prompts shorter than a block, each would wait for a slab to be backed anew.
+ */
 static void empty_give(struct kvk_cache *cache, struct kvk_group *group, enum kvk_tier tier)
 {
-    const struct kvk_arena *arena = &group->tiers[tier].arena;
+    struct kvk_group_tier *at = &group->tiers[tier];
+    const struct kvk_arena *arena = &at->arena;
     if (arena->used_count > 0 || cache->space_count < 2) {
+        return;
+    }
+    if (at->empty_rounds < EMPTY_ROUNDS) {
+        at->empty_rounds++; /* 0 whenever a slot is taken */
         return;
     }
     uint32_t slab;
@@ -622,5 +632,5 @@ void kvk_room_tidy_drops(struct kvk_cache *cache)
         }
         space->reference_count -= used ? 1 : 0;
     }
-    kvk_tier_punch_drops(cache);
+    (void)kvk_tier_punch_drops(cache);
 }

@@ -361,7 +361,7 @@ bool kvk_space_reclaim_drops(struct kvk_cache *cache, struct kvk_space *space)
 /* A space of the tenant's own that nobody misses goes. */
 static bool own_reclaim_drops(struct kvk_cache *cache, const struct kvk_tenant *tenant)
 {
-    kvk_tier_punch_drops(cache);
+    (void)kvk_tier_punch_drops(cache);
     for (struct kvk_space *space = cache->spaces; space != NULL; space = space->next) {
         if (space->tenant == tenant && space->mode == KVK_TENANT_ON &&
             kvk_space_is_unused(cache, space)) {
@@ -389,7 +389,7 @@ static enum kvk_status place_take_drops(struct kvk_cache *cache, const struct kv
         cache->space_count++;
         return KVK_OK;
     }
-    kvk_tier_punch_drops(cache);
+    (void)kvk_tier_punch_drops(cache);
     for (struct kvk_space *space = cache->spaces; space != NULL; space = space->next) {
         /* One that is switched must be known as such when it is opened again. */
         if (space->mode == KVK_TENANT_ON && kvk_space_is_unused(cache, space)) {

@@ -692,21 +692,24 @@ void kvk_tier_punch_end(struct kvk_cache *cache, struct kvk_punch *punch)
     free(punch);
 }
 
-void kvk_tier_punch_drops(struct kvk_cache *cache)
+bool kvk_tier_punch_drops(struct kvk_cache *cache)
 {
     KVK_ASSERT(kvk_lock_held(&cache->lock));
     struct kvk_punch *punch;
+    bool any = false;
     while ((punch = punch_waiting(cache)) != NULL) {
+        any = true;
         punch->under_way = true;
         kvk_unlock(&cache->lock);
         enum kvk_status status = punch_unlocked(cache, punch);
         kvk_lock(&cache->lock);
         punch->under_way = false;
         if (status != KVK_OK) {
-            return; /* still charged: the next round tries again */
+            break; /* still charged: the next round tries again */
         }
         kvk_tier_punch_end(cache, punch);
     }
+    return any;
 }
 
 uint64_t kvk_tier_load_ns(const struct kvk_cache *cache, uint64_t bytes)

@@ -566,3 +566,94 @@ Test(room, memory_that_a_worker_faults_in_is_charged)
                  "60 blocks of 64 KiB do not fit beside the strays");
     house_stop(&house);
 }
+
+/* ---- Slabs that nothing lies in ---- */
+
+Test(room, a_slab_stays_between_requests_that_leave_nothing)
+{
+    struct house house;
+    house_with(&house, 96 * BLOCK, 0);
+    uint64_t session = house_session(&house);
+    uint64_t space = house_space(&house, "short prompts");
+    (void)house_space(&house, "another");
+    const struct kvk_cache_stats *stats = &house.cache->stats;
+    uint32_t tokens[3];
+    house_tokens(tokens, 3, 1);
+    for (uint32_t i = 0; i < 100; i++) { /* less than a block: nothing of it can be cached */
+        struct kvk_sequence_reply reply = house_open(&house, session, space, tokens, 3);
+        house_close(&house, session, reply.sequence_id);
+        kvk_cache_maintain(house.cache);
+    }
+    cr_assert_eq(stats->slabs_moved, 0, "each request would wait for memory anew");
+    cr_assert_gt(house.cache->tiers[DEVICE].pool.slab_bytes, 0);
+    for (uint32_t i = 0; i < 30; i++) {
+        kvk_cache_maintain(house.cache);
+    }
+    cr_assert_eq(house.cache->tiers[DEVICE].pool.slab_bytes, 0, "after a while it goes");
+    house_stop(&house);
+}
+
+struct slow_punch {
+    struct kvk_cache *cache;
+    struct kvk_punch *punch;
+};
+
+static void *punch_slowly(void *argument)
+{
+    const struct slow_punch *slow = argument;
+    (void)usleep(50000);
+    kvk_lock(&slow->cache->lock);
+    kvk_tier_punch_end(slow->cache, slow->punch);
+    kvk_unlock(&slow->cache->lock);
+    return NULL;
+}
+
+/* The place that is next is just being punched out by another thread, which takes a while. */
+Test(room, a_place_that_another_thread_punches_is_waited_for)
+{
+    struct house house;
+    const struct house_options options = {.device_bytes = 96 * BLOCK, .threads = true};
+    house_init(&house);
+    house_start(&house, &options);
+    uint64_t session = house_session(&house);
+    uint64_t space_id = house_space(&house, "model");
+    kvk_lock(&house.cache->lock);
+    struct kvk_space *space = kvk_table_get(&house.cache->space_table, space_id);
+    struct kvk_group_tier *at = &space->groups[0]->tiers[DEVICE];
+    struct slow_punch slow = {.cache = house.cache, .punch = calloc(1, sizeof(*slow.punch))};
+    cr_assert_not_null(slow.punch);
+    *slow.punch = (struct kvk_punch){.group = space->groups[0],
+                                     .tier = DEVICE,
+                                     .slab = kvk_arena_next_place(&at->arena),
+                                     .under_way = true,
+                                     .next = house.cache->punches};
+    house.cache->punches = slow.punch;
+    at->places[slow.punch->slab] = KVK_PLACE_LEAVING;
+    kvk_unlock(&house.cache->lock);
+    pthread_t thread;
+    cr_assert_eq(pthread_create(&thread, NULL, punch_slowly, &slow), 0);
+    request(&house, session, space_id, 1, 2);
+    (void)pthread_join(thread, NULL);
+    house_stop(&house);
+}
+
+/* ---- What was invalidated ---- */
+
+/* It is in nobody's way for long: ten million blocks would be 15 s of rounds. */
+Test(room, what_was_invalidated_goes_in_a_few_rounds)
+{
+    struct house house;
+    house_with(&house, 40960 * BLOCK, 0);
+    uint64_t session = house_session(&house);
+    uint64_t space = house_space(&house, "model");
+    for (uint32_t i = 0; i < 640; i++) {
+        request(&house, session, space, i, 64);
+    }
+    cr_assert_eq(house.cache->tiers[DEVICE].used_bytes, 40960 * BLOCK);
+    const struct kvk_invalidate_request what = {.space_id = space};
+    struct kvk_invalidate_reply reply;
+    cr_assert_eq(kvk_invalidate(house.cache, &house.caller, &what, &reply, &house.error), KVK_OK);
+    kvk_cache_maintain(house.cache);
+    cr_assert_eq(house.cache->tiers[DEVICE].used_bytes, 0);
+    house_stop(&house);
+}
