@@ -439,6 +439,23 @@ void kvk_sidecar_sync_slice(struct kvk_cache *cache, uint32_t count)
     }
 }
 
+/*
+ * How many entries should have memory: one for every slot that a slab has, `slot_count` more, and
+ * those of blocks without bytes. Slots count from when they are there, not from when they are
+ * sealed: a long prompt takes those of many slabs first, and wants all of their entries at once.
+ */
+static uint32_t backed_wanted(const struct kvk_group *group, uint64_t slot_count)
+{
+    const struct kvk_sidecar *sidecar = group->sidecar;
+    uint64_t wanted = slot_count + group->state_counts[KVK_BLOCK_HOLLOW];
+    for (int i = 0; i < KVK_MEMORY_TIER_COUNT; i++) {
+        wanted += group->tiers[i].present ? group->tiers[i].arena.slot_count : 0;
+    }
+    wanted = wanted < sidecar->entry_backed ? sidecar->entry_backed : wanted;
+    return wanted < sidecar->header->entry_capacity ? (uint32_t)wanted
+                                                    : sidecar->header->entry_capacity;
+}
+
 void kvk_sidecar_tidy_drops(struct kvk_cache *cache)
 {
     KVK_ASSERT(kvk_lock_held(&cache->lock));
@@ -447,8 +464,12 @@ void kvk_sidecar_tidy_drops(struct kvk_cache *cache)
         cache->record_group_next =
             cache->record_group_next + 1 < cache->group_end ? cache->record_group_next + 1 : 0;
         struct kvk_group *group = cache->groups[cache->record_group_next];
-        if (group == NULL || group->sidecar == NULL || group->space->reference_count == 0) {
+        if (group == NULL || group->sidecar == NULL) {
             continue;
+        }
+        if (group->space->reference_count == 0 &&
+            backed_wanted(group, 0) == group->sidecar->entry_backed) {
+            continue; /* one in use gets some ahead, too */
         }
         looked++;
         group->space->reference_count++; /* stays while the lock is dropped */
@@ -460,17 +481,6 @@ void kvk_sidecar_tidy_drops(struct kvk_cache *cache)
         }
         group->space->reference_count--;
     }
-}
-
-/* How many entries should have memory, so that so many more slots find theirs. */
-static uint32_t backed_wanted(const struct kvk_sidecar *sidecar, uint32_t slot_count)
-{
-    uint64_t free_count = sidecar->entry_backed - sidecar->used_count;
-    uint64_t missing = (uint64_t)slot_count + AHEAD_ENTRIES;
-    uint64_t wanted = sidecar->entry_backed;
-    wanted += missing > free_count ? missing - free_count : 0;
-    return wanted < sidecar->header->entry_capacity ? (uint32_t)wanted
-                                                    : sidecar->header->entry_capacity;
 }
 
 enum kvk_status kvk_sidecar_back_unlocked(struct kvk_cache *cache, struct kvk_group *group,
@@ -486,7 +496,7 @@ enum kvk_status kvk_sidecar_back_unlocked(struct kvk_cache *cache, struct kvk_gr
     }
     kvk_lock(&cache->lock);
     uint32_t backed = sidecar->entry_backed;
-    uint32_t wanted = backed_wanted(sidecar, slot_count);
+    uint32_t wanted = backed_wanted(group, (uint64_t)slot_count + AHEAD_ENTRIES);
     kvk_unlock(&cache->lock);
     if (slot_count > 0) {
         uint64_t offset = (uint64_t)((uint8_t *)sidecar->words[tier] - sidecar->region.address);

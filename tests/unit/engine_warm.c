@@ -36,6 +36,35 @@ Test(engine_warm, what_was_sealed_is_hit_again_with_its_bytes)
     place_finish(&place);
 }
 
+/* The slots of many slabs are taken before the first of them is sealed. */
+Test(engine_warm, a_long_prompt_is_kept_from_its_seal_on)
+{
+    enum { LONG_BLOCKS = 8000 };
+    struct place place;
+    place_init(&place);
+    place.device_bytes = UINT64_C(8192) * BLOCK_BYTES;
+    place.host_bytes = 0;
+    place.blocks = 16384;
+    daemon_start(&place);
+    uint32_t *tokens = calloc((size_t)LONG_BLOCKS * BLOCK_TOKENS, sizeof(*tokens));
+    cr_assert_not_null(tokens);
+    house_tokens(tokens, (uint64_t)LONG_BLOCKS * BLOCK_TOKENS, 1);
+    struct kvk_sequence_reply reply = house_open(&place.house, place.session_id, place.space_id,
+                                                 tokens, (uint64_t)LONG_BLOCKS * BLOCK_TOKENS);
+    house_seal(&place.house, place.session_id, reply.sequence_id,
+               (uint64_t)LONG_BLOCKS * BLOCK_TOKENS);
+    struct kvk_sidecar_stats stats;
+    kvk_lock(&place.house.cache->lock);
+    kvk_sidecar_stats(place_group(&place), &stats);
+    kvk_unlock(&place.house.cache->lock);
+    cr_assert_eq(stats.entries, LONG_BLOCKS);
+    cr_assert_eq(place.house.cache->stats.unkept_blocks, 0);
+    house_close(&place.house, place.session_id, reply.sequence_id);
+    free(tokens);
+    daemon_stop(&place);
+    place_finish(&place);
+}
+
 static void life_that_reads(struct place *place)
 {
     cr_assert_eq(chain_read(place, 1000, CHAIN_TOKENS), CHAIN_TOKENS);
