@@ -13,13 +13,8 @@
 #define SPLIT_TOKENS_STEP 64
 /* Blocks per multiprocessor to aim at: two run at a time, twice, so that none waits for long. */
 #define BLOCKS_PER_MULTIPROCESSOR 4
-/* Shared memory that the plain kernel's rows may fill, and how many there are at most. */
-#define PLAIN_ROW_VALUES_MAX (96 * 1024 / 4)
-#define PLAIN_ROWS_MAX 16
 /* Shorter prefixes are read by each item that has them: less than a range. */
 #define SHARED_TOKENS_MIN 128
-/* Rows of a unit where all items are that short: one matrix. */
-#define FEW_ROWS 16
 /* Lists begin at multiples of it, and so do queries: the kernels copy 16 bytes at a time. */
 #define ALIGNMENT 256
 
@@ -88,9 +83,10 @@ static bool pages_are_aligned(const struct kvk_attend *attend)
 
 static uint32_t plain_rows(const struct kvk_attend *attend)
 {
-    uint32_t rows = PLAIN_ROW_VALUES_MAX / (attend->head_size_k + attend->head_size_v);
+    uint32_t rows = KVK_CUDA_PLAIN_VALUES_MAX / (attend->head_size_k + attend->head_size_v);
 
-    return rows < 1 ? 1 : rows > PLAIN_ROWS_MAX ? PLAIN_ROWS_MAX : rows;
+    _Static_assert(2 * KVK_HEAD_SIZE_MAX <= KVK_CUDA_PLAIN_VALUES_MAX, "at least one row");
+    return rows > KVK_CUDA_PLAIN_ROWS_MAX ? KVK_CUDA_PLAIN_ROWS_MAX : rows;
 }
 
 /* Rows that go over the same tokens, at most. */
@@ -110,12 +106,13 @@ static uint64_t rows_together(const struct kvk_cuda_plan *plan, const struct kvk
     return most;
 }
 
-static void choose_kernel(struct kvk_cuda_plan *plan, const struct kvk_attend *attend)
+static void choose_kernel(struct kvk_cuda_plan *plan, const struct kvk_attend *attend,
+                          const struct kvk_cuda_limits *limits)
 {
     struct kvk_cuda_attend *launch = &plan->launch;
-    uint32_t rows = kvk_cuda_matrix_rows(attend->format_q, attend->format_k,
-                                         attend->latent ? attend->format_k : attend->format_v,
-                                         attend->head_size_k, attend->head_size_v, attend->latent);
+    uint32_t rows = kvk_cuda_matrix_rows(
+        attend->format_q, attend->format_k, attend->latent ? attend->format_k : attend->format_v,
+        attend->head_size_k, attend->head_size_v, attend->latent, limits->shared_bytes);
 
     if (rows == 0 || !pages_are_aligned(attend)) {
         launch->kernel = KVK_CUDA_KERNEL_PLAIN;
@@ -123,7 +120,7 @@ static void choose_kernel(struct kvk_cuda_plan *plan, const struct kvk_attend *a
         return;
     }
     launch->kernel = KVK_CUDA_KERNEL_MATRIX;
-    launch->unit_rows = rows_together(plan, attend) > FEW_ROWS ? rows : FEW_ROWS;
+    launch->unit_rows = rows_together(plan, attend) > KVK_CUDA_FEW_ROWS ? rows : KVK_CUDA_FEW_ROWS;
 }
 
 /* ---- The walk, once to count and once to write ------------------------------------------- */
@@ -515,7 +512,7 @@ enum kvk_status kvk_cuda_plan_init(struct kvk_cuda_plan *plan, const struct kvk_
         kvk_cuda_plan_finish(plan);
         return status;
     }
-    choose_kernel(plan, attend);
+    choose_kernel(plan, attend, limits);
     plan->split_tokens = choose_split(plan, attend, limits);
     walk(&lists, plan, attend);
     uint64_t most = plan->query_count * attend->query_heads;

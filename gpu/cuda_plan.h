@@ -30,6 +30,7 @@
 /* Of the device. */
 struct kvk_cuda_limits {
     uint32_t multiprocessor_count;
+    uint32_t shared_bytes; /* that a block may have; kernels that need more are not chosen */
     uint32_t split_tokens; /* a test's wish: tokens of a range; 0: as many as serve best */
 };
 

@@ -107,9 +107,10 @@ static enum kvk_status attend_on(struct kvk_device_cuda *cuda, struct kvk_cuda_l
                                  const struct kvk_attend *attend, struct kvk_error *error)
 {
     struct kvk_cuda_gpu *gpu = lane->gpu;
-    const struct kvk_cuda_limits limits = {.multiprocessor_count =
-                                               (uint32_t)gpu->properties.multiProcessorCount,
-                                           .split_tokens = cuda->split_tokens};
+    const struct kvk_cuda_limits limits = {
+        .multiprocessor_count = (uint32_t)gpu->properties.multiProcessorCount,
+        .shared_bytes = (uint32_t)gpu->properties.sharedMemPerBlockOptin,
+        .split_tokens = cuda->split_tokens};
     struct kvk_cuda_plan plan;
     enum kvk_status status = kvk_cuda_plan_init(&plan, attend, &limits, error);
     if (status != KVK_OK) {

@@ -4,6 +4,9 @@
 #include "gpu/kernels/attend_plain.cuh"
 
 #define MERGE_THREADS 128
+/* What a block may have on a GPU of compute capability 8.0: the matrix kernels are made for it.
+ * Later ones have more (9.0, 10.0) or less (8.6, 8.9, 12.0). */
+#define SM_80_SHARED_BYTES (163 * 1024)
 
 /*
  * A row from the slots that hold its parts. A part that saw nothing is left out, since what it
@@ -61,29 +64,49 @@ struct matrix_variant {
     attend_launch *many_fp16;
     attend_launch *few_compact; /* NULL: there is none */
     attend_launch *many_compact;
+    uint32_t few_shared_bytes;
+    uint32_t many_shared_bytes;
+    uint32_t few_compact_shared_bytes;
+    uint32_t many_compact_shared_bytes;
 };
+
+template <int kHeadSizeK, int kHeadSizeV, bool kLatent, int kRowTiles, int kTileTokens, int kStages>
+static constexpr uint32_t matrix_shared_bytes(void)
+{
+    return (uint32_t)sizeof(kvk_matrix_shape<kvk_bf16, kHeadSizeK, kHeadSizeV, kLatent, kRowTiles,
+                                             kTileTokens, kStages>);
+}
+
+template <int kHeadSizeK, int kHeadSizeV, int kRowTiles, int kStages>
+static constexpr uint32_t compact_shared_bytes(void)
+{
+    return (uint32_t)sizeof(kvk_compact_shape<kHeadSizeK, kHeadSizeV, kRowTiles, kStages>);
+}
 
 template <typename Format, int kHeadSizeK, int kHeadSizeV, bool kLatent, int kRowTiles,
           int kTileTokens, int kStages>
 static int matrix_launch(const kvk_cuda_attend &attend, void *stream)
 {
-    using Shape =
-        kvk_matrix_shape<Format, kHeadSizeK, kHeadSizeV, kLatent, kRowTiles, kTileTokens, kStages>;
+    constexpr uint32_t kSharedBytes =
+        matrix_shared_bytes<kHeadSizeK, kHeadSizeV, kLatent, kRowTiles, kTileTokens, kStages>();
 
+    static_assert(kSharedBytes <= SM_80_SHARED_BYTES, "as the variants are made for");
     return kvk_launch(
         kvk_attend_matrix<Format, kHeadSizeK, kHeadSizeV, kLatent, kRowTiles, kTileTokens, kStages>,
-        dim3(attend.unit_count, attend.kv_heads), KVK_MATRIX_THREADS, (uint32_t)sizeof(Shape),
+        dim3(attend.unit_count, attend.kv_heads), KVK_MATRIX_THREADS, kSharedBytes, kSharedBytes,
         stream, attend);
 }
 
 template <int kHeadSizeK, int kHeadSizeV, int kRowTiles, int kStages>
 static int compact_launch(const kvk_cuda_attend &attend, void *stream)
 {
-    using Shape = kvk_compact_shape<kHeadSizeK, kHeadSizeV, kRowTiles, kStages>;
+    constexpr uint32_t kSharedBytes =
+        compact_shared_bytes<kHeadSizeK, kHeadSizeV, kRowTiles, kStages>();
 
+    static_assert(kSharedBytes <= SM_80_SHARED_BYTES, "as the variants are made for");
     return kvk_launch(kvk_attend_compact<kHeadSizeK, kHeadSizeV, kRowTiles, kStages>,
-                      dim3(attend.unit_count, attend.kv_heads), KVK_MATRIX_THREADS,
-                      (uint32_t)sizeof(Shape), stream, attend);
+                      dim3(attend.unit_count, attend.kv_heads), KVK_MATRIX_THREADS, kSharedBytes,
+                      kSharedBytes, stream, attend);
 }
 
 /* A tile and its stages fill shared memory so that two blocks of few rows have room on a
@@ -100,7 +123,11 @@ static constexpr matrix_variant matrix_variant_of(void)
             matrix_launch<kvk_fp16, kHeadSizeK, kHeadSizeV, false, 1, kTileTokens, kStages>,
             matrix_launch<kvk_fp16, kHeadSizeK, kHeadSizeV, false, kRowTiles, kTileTokens, kStages>,
             compact_launch<kHeadSizeK, kHeadSizeV, 1, 3>,
-            compact_launch<kHeadSizeK, kHeadSizeV, kRowTiles, 3>};
+            compact_launch<kHeadSizeK, kHeadSizeV, kRowTiles, 3>,
+            matrix_shared_bytes<kHeadSizeK, kHeadSizeV, false, 1, kTileTokens, kStages>(),
+            matrix_shared_bytes<kHeadSizeK, kHeadSizeV, false, kRowTiles, kTileTokens, kStages>(),
+            compact_shared_bytes<kHeadSizeK, kHeadSizeV, 1, 3>(),
+            compact_shared_bytes<kHeadSizeK, kHeadSizeV, kRowTiles, 3>()};
 }
 
 /* Latent K is too long to lie in shared memory in two parts: where compact, it is the plain
@@ -117,7 +144,11 @@ static constexpr matrix_variant latent_variant_of(void)
             matrix_launch<kvk_fp16, kHeadSizeK, kHeadSizeV, true, 1, kTileTokens, kStages>,
             matrix_launch<kvk_fp16, kHeadSizeK, kHeadSizeV, true, kRowTiles, kTileTokens, kStages>,
             nullptr,
-            nullptr};
+            nullptr,
+            matrix_shared_bytes<kHeadSizeK, kHeadSizeV, true, 1, kTileTokens, kStages>(),
+            matrix_shared_bytes<kHeadSizeK, kHeadSizeV, true, kRowTiles, kTileTokens, kStages>(),
+            0,
+            0};
 }
 
 static const matrix_variant matrix_variants[] = {
@@ -144,9 +175,19 @@ static bool is_compact(uint32_t format)
            format == KVK_FORMAT_INT8_32;
 }
 
+/* Rows of a unit for which a kernel has room. */
+static uint32_t rows_that_fit(const matrix_variant &variant, uint32_t few_bytes,
+                              uint32_t many_bytes, uint32_t shared_bytes)
+{
+    if (many_bytes <= shared_bytes) {
+        return variant.rows_max;
+    }
+    return few_bytes <= shared_bytes ? KVK_CUDA_FEW_ROWS : 0;
+}
+
 extern "C" uint32_t kvk_cuda_matrix_rows(enum kvk_format format_q, enum kvk_format format_k,
                                          enum kvk_format format_v, uint32_t head_size_k,
-                                         uint32_t head_size_v, bool latent)
+                                         uint32_t head_size_v, bool latent, uint32_t shared_bytes)
 {
     const matrix_variant *variant = matrix_variant_find(head_size_k, head_size_v, latent);
     bool narrow = format_k == KVK_FORMAT_BF16 || format_k == KVK_FORMAT_FP16;
@@ -158,9 +199,14 @@ extern "C" uint32_t kvk_cuda_matrix_rows(enum kvk_format format_q, enum kvk_form
         /* Rows are copied by words at least: int8_32 has some that are not so aligned. */
         bool whole =
             format_k != KVK_FORMAT_INT8_32 || (head_size_k % 64 == 0 && head_size_v % 64 == 0);
-        return whole && variant->few_compact != nullptr ? variant->rows_max : 0;
+        return whole && variant->few_compact != nullptr
+                   ? rows_that_fit(*variant, variant->few_compact_shared_bytes,
+                                   variant->many_compact_shared_bytes, shared_bytes)
+                   : 0;
     }
-    return narrow && format_q == format_k ? variant->rows_max : 0;
+    return narrow && format_q == format_k ? rows_that_fit(*variant, variant->few_shared_bytes,
+                                                          variant->many_shared_bytes, shared_bytes)
+                                          : 0;
 }
 
 /* NULL: there is no such kernel. */
@@ -169,7 +215,7 @@ static attend_launch *matrix_launch_find(const kvk_cuda_attend &attend)
     uint32_t rows_max =
         kvk_cuda_matrix_rows((enum kvk_format)attend.format_q, (enum kvk_format)attend.format_k,
                              (enum kvk_format)attend.format_v, attend.head_size_k,
-                             attend.head_size_v, attend.latent != 0);
+                             attend.head_size_v, attend.latent != 0, UINT32_MAX);
 
     if (attend.unit_rows > rows_max) {
         return nullptr;
@@ -177,18 +223,21 @@ static attend_launch *matrix_launch_find(const kvk_cuda_attend &attend)
     const matrix_variant *variant =
         matrix_variant_find(attend.head_size_k, attend.head_size_v, attend.latent != 0);
     if (is_compact(attend.format_k)) {
-        return attend.unit_rows > 16 ? variant->many_compact : variant->few_compact;
+        return attend.unit_rows > KVK_CUDA_FEW_ROWS ? variant->many_compact : variant->few_compact;
     }
     if (attend.format_k == KVK_FORMAT_BF16) {
-        return attend.unit_rows > 16 ? variant->many_bf16 : variant->few_bf16;
+        return attend.unit_rows > KVK_CUDA_FEW_ROWS ? variant->many_bf16 : variant->few_bf16;
     }
-    return attend.unit_rows > 16 ? variant->many_fp16 : variant->few_fp16;
+    return attend.unit_rows > KVK_CUDA_FEW_ROWS ? variant->many_fp16 : variant->few_fp16;
 }
 
 static int plain_launch(const kvk_cuda_attend &attend, void *stream)
 {
+    uint32_t values = attend.unit_rows * (attend.head_size_k + attend.head_size_v);
+
     return kvk_launch(kvk_attend_plain, dim3(attend.unit_count, attend.kv_heads), KVK_PLAIN_THREADS,
-                      kvk_plain_shared_bytes(attend), stream, attend);
+                      kvk_plain_shared_bytes(attend.unit_rows, values), KVK_PLAIN_SHARED_BYTES_MAX,
+                      stream, attend);
 }
 
 extern "C" int kvk_cuda_attend_launch(const struct kvk_cuda_attend *attend, void *stream)
@@ -198,7 +247,9 @@ extern "C" int kvk_cuda_attend_launch(const struct kvk_cuda_attend *attend, void
 
     if (attend->kernel == KVK_CUDA_KERNEL_MATRIX) {
         launch = matrix_launch_find(*attend);
-    } else if (attend->unit_rows > KVK_PLAIN_THREADS) {
+    } else if (attend->unit_rows > KVK_CUDA_PLAIN_ROWS_MAX ||
+               (uint64_t)attend->unit_rows * (attend->head_size_k + attend->head_size_v) >
+                   KVK_CUDA_PLAIN_VALUES_MAX) {
         launch = nullptr;
     }
     if (launch == nullptr) {
@@ -209,7 +260,7 @@ extern "C" int kvk_cuda_attend_launch(const struct kvk_cuda_attend *attend, void
     }
     if (error == 0 && attend->merge_count > 0) {
         error = kvk_launch(merge_slots, dim3(attend->merge_count, attend->kv_heads), MERGE_THREADS,
-                           0, stream, *attend);
+                           0, 0, stream, *attend);
     }
     return error;
 }

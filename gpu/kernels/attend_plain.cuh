@@ -24,13 +24,18 @@ struct kvk_plain_shared {
     const uint8_t **pages; /* [KVK_PLAIN_TILE_TOKENS]; NULL: the token is not there */
 };
 
-static inline uint32_t kvk_plain_shared_bytes(const kvk_cuda_attend &attend)
+/* Of units of so many rows, with so many values of Q and V in all of them. */
+static constexpr uint32_t kvk_plain_shared_bytes(uint32_t rows, uint32_t values)
 {
-    uint32_t row = attend.head_size_k + attend.head_size_v + KVK_PLAIN_TILE_TOKENS + 1;
-
-    return (attend.unit_rows * row + 1) * (uint32_t)sizeof(float) +
+    return (values + rows * (KVK_PLAIN_TILE_TOKENS + 1)) * (uint32_t)sizeof(float) +
            KVK_PLAIN_TILE_TOKENS * (uint32_t)sizeof(uint8_t *);
 }
+
+#define KVK_PLAIN_SHARED_BYTES_MAX                                                                 \
+    kvk_plain_shared_bytes(KVK_CUDA_PLAIN_ROWS_MAX, KVK_CUDA_PLAIN_VALUES_MAX)
+/* The least that GPUs of compute capability 8.0 and later give a block. */
+static_assert(KVK_PLAIN_SHARED_BYTES_MAX <= 99 * 1024, "runs on every GPU");
+static_assert(KVK_CUDA_PLAIN_ROWS_MAX <= KVK_PLAIN_THREADS, "a thread for each row");
 
 __device__ __forceinline__ kvk_plain_shared kvk_plain_shared_of(const kvk_cuda_attend &attend)
 {

@@ -9,6 +9,7 @@
 
 #define CONVERT_THREADS 128
 #define CONVERT_WARPS (CONVERT_THREADS / KVK_WARP_THREADS)
+#define CONVERT_SHARED_BYTES (CONVERT_WARPS * (uint32_t)sizeof(float))
 
 #define INT8_LARGEST 127.0F
 #define FP8_LARGEST 448.0F
@@ -321,6 +322,6 @@ extern "C" int kvk_cuda_convert_launch(const struct kvk_cuda_conversion *convers
     if (count == 0 || heads_max == 0) {
         return 0;
     }
-    return kvk_launch(convert_parts, dim3(count, heads_max), CONVERT_THREADS,
-                      CONVERT_WARPS * (uint32_t)sizeof(float), stream, launch);
+    return kvk_launch(convert_parts, dim3(count, heads_max), CONVERT_THREADS, CONVERT_SHARED_BYTES,
+                      CONVERT_SHARED_BYTES, stream, launch);
 }

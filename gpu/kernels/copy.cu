@@ -92,6 +92,6 @@ extern "C" int kvk_cuda_copy_launch(const struct kvk_cuda_piece *pieces, uint32_
     if (parts * piece_count > INT32_MAX) {
         return 1; /* cudaErrorInvalidValue: past the largest grid */
     }
-    return kvk_launch(copy_pieces, dim3((uint32_t)parts * piece_count), COPY_THREADS, 0, stream,
+    return kvk_launch(copy_pieces, dim3((uint32_t)parts * piece_count), COPY_THREADS, 0, 0, stream,
                       launch);
 }

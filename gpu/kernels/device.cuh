@@ -180,14 +180,20 @@ __device__ __forceinline__ void kvk_multiply(float d[4], const uint32_t a[4], co
 /* Past this a kernel must ask for its shared memory. */
 #define KVK_SHARED_BYTES_USUAL (48 * 1024)
 
-/* 0 or a cudaError_t. `parameters` are copied. */
+/*
+ * 0 or a cudaError_t. `parameters` are copied. `shared_bytes_max` is the same in all launches of a
+ * kernel: what it asks for is the kernel's, not the launch's, and were it lowered by one thread, a
+ * launch of another that needs more would fail.
+ */
 template <typename Parameters>
 static int kvk_launch(void (*kernel)(Parameters), dim3 grid, uint32_t block_threads,
-                      uint32_t shared_bytes, void *stream, Parameters parameters)
+                      uint32_t shared_bytes, uint32_t shared_bytes_max, void *stream,
+                      Parameters parameters)
 {
     if (shared_bytes > KVK_SHARED_BYTES_USUAL) {
-        cudaError_t error = cudaFuncSetAttribute(
-            (const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
+        cudaError_t error =
+            cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 (int)shared_bytes_max);
         if (error != cudaSuccess) {
             (void)cudaGetLastError(); /* a refused wish is no fault of the next call */
             return (int)error;

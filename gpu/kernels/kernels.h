@@ -108,10 +108,19 @@ struct kvk_cuda_attend {
     uint8_t causal;
 };
 
-/* Is there a matrix kernel for these formats and sizes? 0: no; else the most rows of a unit. */
+/* What a unit of the plain kernel may have: its rows, and rows x (head_size_k + head_size_v). They
+ * bound its shared memory, which every GPU has. */
+#define KVK_CUDA_PLAIN_ROWS_MAX 16
+#define KVK_CUDA_PLAIN_VALUES_MAX (96 * 1024 / 4)
+
+/* Rows of a unit of the matrix kernels for few rows. */
+#define KVK_CUDA_FEW_ROWS 16
+
+/* Is there a matrix kernel for these formats and sizes, on a GPU that gives a block `shared_bytes`
+ * of shared memory at most? 0: no; else the most rows of a unit. */
 uint32_t kvk_cuda_matrix_rows(enum kvk_format format_q, enum kvk_format format_k,
                               enum kvk_format format_v, uint32_t head_size_k, uint32_t head_size_v,
-                              bool latent);
+                              bool latent, uint32_t shared_bytes);
 
 /* Attend, then merge: one or two kernels. An unknown variant is cudaErrorInvalidValue (1). */
 int kvk_cuda_attend_launch(const struct kvk_cuda_attend *attend, void *stream);

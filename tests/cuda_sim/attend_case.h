@@ -80,7 +80,8 @@ typedef void attend_case_change(struct kvk_cuda_attend *launch);
 static inline int attend_case_launch(const struct kvk_attend *attend, uint32_t split_tokens,
                                      attend_case_change *change)
 {
-    const struct kvk_cuda_limits limits = {.multiprocessor_count = ATTEND_CASE_MULTIPROCESSORS,
+    const struct kvk_cuda_limits limits = {.shared_bytes = kvk_sim_shared_limit(),
+                                           .multiprocessor_count = ATTEND_CASE_MULTIPROCESSORS,
                                            .split_tokens = split_tokens};
     struct attend_case_memory parts[ATTEND_CASE_PARTS];
     struct kvk_cuda_plan plan;
@@ -116,7 +117,8 @@ static inline int attend_case_run(struct gpu_case *test, uint32_t split_tokens)
 /* The kernel that would run it. */
 static inline enum kvk_cuda_kernel attend_case_kernel(const struct gpu_case *test)
 {
-    const struct kvk_cuda_limits limits = {.multiprocessor_count = ATTEND_CASE_MULTIPROCESSORS};
+    const struct kvk_cuda_limits limits = {.shared_bytes = kvk_sim_shared_limit(),
+                                           .multiprocessor_count = ATTEND_CASE_MULTIPROCESSORS};
     struct kvk_cuda_plan plan;
     struct kvk_error error;
 

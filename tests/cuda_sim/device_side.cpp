@@ -84,6 +84,10 @@ struct block {
 static enum kvk_sim_order order;
 static uint64_t order_seed;
 static uint32_t shared_limit = 163 * 1024;
+/* Past this a kernel must ask. */
+#define SHARED_BYTES_USUAL (48 * 1024)
+/* All kernels, in all their variants. */
+#define KERNELS_MAX 128
 static struct kvk_sim_faults faults;
 static std::atomic<uint64_t> kernel_count;
 
@@ -574,14 +578,49 @@ static void run_grid(void *context)
     free(work);
 }
 
-int launch(kernel_call *call, const void *parameters, size_t parameters_bytes, place grid,
-           uint32_t block_threads, uint32_t shared_bytes, void *stream)
+/* What each kernel asks for, as its first launch had it. */
+static void asked_check(const void *kernel, uint32_t shared_bytes, uint32_t shared_bytes_max)
+{
+    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    static struct {
+        const void *kernel;
+        uint32_t shared_bytes_max;
+    } asked[KERNELS_MAX];
+    static uint32_t count;
+    uint32_t i = 0;
+
+    (void)pthread_mutex_lock(&lock);
+    while (i < count && asked[i].kernel != kernel) {
+        i++;
+    }
+    if (i == count) {
+        if (count == KERNELS_MAX) {
+            abort();
+        }
+        asked[count++] = {kernel, shared_bytes_max};
+    }
+    if (shared_bytes > shared_bytes_max || shared_bytes_max != asked[i].shared_bytes_max) {
+        fprintf(stderr,
+                "cuda_sim: a launch needs %u bytes of shared memory and asks for %u, "
+                "its kernel's first asked for %u\n",
+                shared_bytes, shared_bytes_max, asked[i].shared_bytes_max);
+        abort();
+    }
+    (void)pthread_mutex_unlock(&lock);
+}
+
+int launch(const void *kernel, kernel_call *call, const void *parameters, size_t parameters_bytes,
+           place grid, uint32_t block_threads, uint32_t shared_bytes, uint32_t shared_bytes_max,
+           void *stream)
 {
     const int invalid = 1; /* cudaErrorInvalidValue */
 
+    asked_check(kernel, shared_bytes, shared_bytes_max);
+
     if (block_threads == 0 || block_threads > THREADS_MAX || block_threads % 32 != 0 ||
         grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 ||
-        shared_bytes > shared_limit) {
+        shared_bytes > shared_limit ||
+        (shared_bytes > SHARED_BYTES_USUAL && shared_bytes_max > shared_limit)) {
         return invalid;
     }
     launched *work = (launched *)malloc(sizeof(launched) + parameters_bytes);
@@ -618,6 +657,11 @@ void kvk_sim_order_set(enum kvk_sim_order wanted, uint64_t seed)
 void kvk_sim_shared_limit_set(uint32_t size_bytes)
 {
     shared_limit = size_bytes < SHARED_AREA_BYTES ? size_bytes : SHARED_AREA_BYTES;
+}
+
+uint32_t kvk_sim_shared_limit(void)
+{
+    return shared_limit;
 }
 
 void kvk_sim_faults_set(const struct kvk_sim_faults *wanted)

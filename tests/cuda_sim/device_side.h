@@ -36,6 +36,7 @@ void kvk_sim_order_set(enum kvk_sim_order order, uint64_t seed);
 
 /* Shared memory a block may have; more is cudaErrorInvalidValue. At first that of sm_80. */
 void kvk_sim_shared_limit_set(uint32_t size_bytes);
+uint32_t kvk_sim_shared_limit(void);
 
 /* Faults to be planted into kernels as they are. Sites are numbered in the order in which they are
  * first come to: see kvk_sim_barrier_count(). */

@@ -51,10 +51,13 @@ struct lane_out {
 
 lane_out warp(enum warp_work work, const lane_in &in, const char *file, int line);
 
-/* Run `kernel(parameters)` for each thread of each block, in stream order. */
+/* Run `kernel(parameters)` for each thread of each block, in stream order. Ends the process where
+ * a launch needs more shared memory than its kernel asks for, or launches of a kernel ask for
+ * different sizes: on a GPU one thread's launch would fail by what another asked for. */
 typedef void kernel_call(const void *parameters);
-int launch(kernel_call *call, const void *parameters, size_t parameters_bytes, place grid,
-           uint32_t block_threads, uint32_t shared_bytes, void *stream);
+int launch(const void *kernel, kernel_call *call, const void *parameters, size_t parameters_bytes,
+           place grid, uint32_t block_threads, uint32_t shared_bytes, uint32_t shared_bytes_max,
+           void *stream);
 
 float fp16_widen(uint16_t bits);
 uint16_t fp16_narrow(float value);

@@ -456,10 +456,50 @@ Test(cuda_kernels, compact_formats_are_attended_by_matrix_instructions)
     }
 }
 
+/* GPUs that give a block less shared memory (8.6, 8.9, 12.0) run what fits: matrix kernels for few
+ * rows where those for many do not, else the plain one. */
+Test(cuda_kernels, kernels_are_chosen_by_what_a_gpu_has_room_for)
+{
+    static const struct {
+        struct shape size;
+        enum kvk_format format;
+        uint32_t rows; /* of a matrix kernel in 99 KiB; 0: none */
+    } cases[] = {
+        {{64, 64, false}, KVK_FORMAT_BF16, 16},     {{128, 128, false}, KVK_FORMAT_BF16, 0},
+        {{256, 256, false}, KVK_FORMAT_BF16, 0},    {{576, 512, true}, KVK_FORMAT_BF16, 0},
+        {{64, 64, false}, KVK_FORMAT_FP8_E4M3, 64}, {{128, 128, false}, KVK_FORMAT_FP8_E4M3, 16},
+    };
+
+    kvk_sim_shared_limit_set(99 * 1024);
+    for (uint32_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        struct kvk_random random;
+        struct gpu_case test;
+        kvk_random_init(&random, i);
+        plain_case(&test, KVK_FORMAT_BF16, 75);
+        test.attend.head_size_k = cases[i].size.size_k;
+        test.attend.head_size_v = cases[i].size.size_v;
+        test.attend.latent = cases[i].size.latent;
+        test.attend.format_k = test.attend.format_v = cases[i].format;
+        test.attend.v_offset = gpu_case_k_bytes(&test.attend);
+        test.items[0].query_count = 6;
+        test.items[0].position = 69;
+        gpu_case_fill_item(&test, 0, &random, 0);
+        gpu_case_expect(&test);
+        cr_expect_eq(kvk_cuda_matrix_rows(KVK_FORMAT_BF16, cases[i].format, cases[i].format,
+                                          cases[i].size.size_k, cases[i].size.size_v,
+                                          cases[i].size.latent, 99 * 1024),
+                     cases[i].rows, "case %u", i);
+        check_orders(&test, i, 0);
+        gpu_case_free(&test);
+    }
+    kvk_sim_shared_limit_set(163 * 1024);
+}
+
 /* Tokens that all units of the batch go over together. */
 static uint64_t unit_tokens(const struct gpu_case *test)
 {
-    const struct kvk_cuda_limits limits = {.multiprocessor_count = ATTEND_CASE_MULTIPROCESSORS};
+    const struct kvk_cuda_limits limits = {.shared_bytes = kvk_sim_shared_limit(),
+                                           .multiprocessor_count = ATTEND_CASE_MULTIPROCESSORS};
     struct kvk_cuda_plan plan;
     struct kvk_error error;
     uint64_t total = 0;

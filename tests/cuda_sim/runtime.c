@@ -8,6 +8,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "tests/cuda_sim/device_side.h"
 #include "tests/cuda_sim/runtime_internal.h"
 
 struct sim sim = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
@@ -220,13 +221,20 @@ cudaError_t cudaGetDevice(int *device)
     return sim_enter_always("cudaGetDevice");
 }
 
+/* Where the device side is not linked, no kernel runs. */
+__attribute__((weak)) uint32_t kvk_sim_shared_limit(void)
+{
+    return 0;
+}
+
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int device)
 {
     cudaError_t result = sim_enter("cudaGetDeviceProperties");
     *properties = (struct cudaDeviceProp){.totalGlobalMem = sim.options.memory_bytes,
                                           .major = 9,
                                           .minor = 0,
-                                          .multiProcessorCount = 4};
+                                          .multiProcessorCount = 4,
+                                          .sharedMemPerBlockOptin = kvk_sim_shared_limit()};
     (void)snprintf(properties->name, sizeof(properties->name), "simulated GPU");
     memcpy(properties->uuid.bytes, "kvkeep-sim-gpu-", 15);
     properties->uuid.bytes[15] = (char)('0' + device);

@@ -71,6 +71,7 @@ struct cudaDeviceProp {
     int major;
     int minor;
     int multiProcessorCount;
+    size_t sharedMemPerBlockOptin;
 };
 
 cudaError_t cudaGetDeviceCount(int *count);

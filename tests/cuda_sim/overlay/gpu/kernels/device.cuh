@@ -192,11 +192,13 @@ template <typename Parameters> struct kvk_sim_work {
 
 template <typename Parameters>
 static int kvk_launch(void (*kernel)(Parameters), dim3 grid, uint32_t block_threads,
-                      uint32_t shared_bytes, void *stream, Parameters parameters)
+                      uint32_t shared_bytes, uint32_t shared_bytes_max, void *stream,
+                      Parameters parameters)
 {
     kvk_sim_work<Parameters> work = {kernel, parameters};
     kvk_sim::place places = {grid.x, grid.y, grid.z};
 
-    return kvk_sim::launch(kvk_sim_work<Parameters>::call, &work, sizeof(work), places,
-                           block_threads, shared_bytes, stream);
+    return kvk_sim::launch((const void *)kernel, kvk_sim_work<Parameters>::call, &work,
+                           sizeof(work), places, block_threads, shared_bytes, shared_bytes_max,
+                           stream);
 }
