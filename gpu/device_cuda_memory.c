@@ -148,7 +148,9 @@ static bool stretch_lock(struct kvk_device_cuda *cuda, uintptr_t begin, uintptr_
     if (kvk_cuda_enter(cuda, &cuda->gpus[0], &error) != KVK_OK) {
         return false;
     }
-    cudaError_t result = cudaHostRegister(address, end - begin, cudaHostRegisterPortable);
+    /* Mapped, since crowds of small pieces are copied by a kernel. */
+    cudaError_t result =
+        cudaHostRegister(address, end - begin, cudaHostRegisterPortable | cudaHostRegisterMapped);
     if (result == cudaSuccess) {
         if (kvk_cuda_range_add(cuda, address, end - begin, -1, &error) == KVK_OK) {
             return true;

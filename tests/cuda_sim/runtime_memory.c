@@ -561,9 +561,11 @@ cudaError_t cudaFreeHost(void *pointer)
 cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned int flags)
 {
     cudaError_t result = sim_enter("cudaHostRegister");
-    (void)flags;
     if (result != cudaSuccess) {
         return result;
+    }
+    if (flags != 0 && (flags & cudaHostRegisterMapped) == 0) {
+        sim_abort("memory is locked, but not mapped for kernels, and kernels copy it");
     }
     (void)pthread_mutex_lock(&sim.lock);
     for (const struct sim_allocation *at = sim.allocations; at != NULL; at = at->next) {
