@@ -14,6 +14,7 @@ daemon=$!
 trap 'kill -KILL $daemon 2>/dev/null; rm -rf "$folder"' EXIT
 for _ in $(seq 200); do
     [[ -S "$folder/kvkeep.sock" ]] && break
+    kill -0 $daemon 2>/dev/null || exit 1
     sleep 0.1
 done
 "$2" --connect "unix:$folder/kvkeep.sock" --prompts "$3" "${@:4}"
