@@ -11,7 +11,8 @@
 #define SPLIT_TOKENS_MIN 256
 /* Ranges are multiples of it: whole tiles of every kernel. */
 #define SPLIT_TOKENS_STEP 64
-/* Blocks per multiprocessor to aim at: two run at a time, twice, so that none waits for long. */
+/* Blocks per multiprocessor to aim at: one or two run at a time, twice or more, so that none waits
+ * for long. */
 #define BLOCKS_PER_MULTIPROCESSOR 4
 /* Shorter prefixes are read by each item that has them: less than a range. */
 #define SHARED_TOKENS_MIN 128

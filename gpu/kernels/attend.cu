@@ -109,8 +109,9 @@ static int compact_launch(const kvk_cuda_attend &attend, void *stream)
                       kSharedBytes, stream, attend);
 }
 
-/* A tile and its stages fill shared memory so that two blocks of few rows have room on a
- * multiprocessor of sm_90; all have on one of sm_80. */
+/* A tile and its stages fill the shared memory of sm_80, where one block has room at a time. Of few
+ * rows two have on sm_90, but for head sizes 96, 128 and 256 (256 alone, where compact): there one
+ * block has the multiprocessor, with two or three tiles under way. */
 template <int kHeadSizeK, int kHeadSizeV, int kRowTiles, int kTileTokens, int kStages>
 static constexpr matrix_variant matrix_variant_of(void)
 {

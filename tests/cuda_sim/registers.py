@@ -14,7 +14,7 @@ import sys
 
 # (kernel's name, mangled, registers at most). A multiprocessor has 65,536; blocks have 128 threads.
 BOUNDS = [
-    # Few rows, as in decoding: more than the two blocks that shared memory has room for.
+    # Few rows, as in decoding: more than the two blocks that shared memory has room for at most.
     (re.compile(r"kvk_attend_matrix.*ELi1ELi\d+ELi\d+EEv"), 192),
     (re.compile(r"kvk_attend_compactILi\d+ELi\d+ELi1E"), 192),
     # Many rows: a block or two.
