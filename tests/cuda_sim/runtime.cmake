@@ -33,7 +33,8 @@ set_target_properties(test_cuda_sim_engine_both PROPERTIES LINKER_LANGUAGE C)
 
 # kvkeepd as it is, on simulated GPUs.
 kvk_program(kvkeepd_sim SOURCES ${CMAKE_SOURCE_DIR}/daemon/main.c
-            ${CMAKE_SOURCE_DIR}/daemon/devices.c LINK kvk_server kvk_cuda_sim)
+            ${CMAKE_SOURCE_DIR}/daemon/devices.c ${CMAKE_SOURCE_DIR}/daemon/config_machine.c
+            LINK kvk_server kvk_cuda_sim)
 set_target_properties(kvkeepd_sim PROPERTIES LINKER_LANGUAGE C)
 
 kvk_program(test_cuda_sim_daemon_gpu SOURCES ${CMAKE_CURRENT_LIST_DIR}/daemon_gpu.c
