@@ -57,24 +57,24 @@ static bool filter_parse(struct filter *filter, int argc, char **argv, const cha
                                           {"sequence", required_argument, NULL, 's'},
                                           {NULL, 0, NULL, 0}};
     *filter = (struct filter){0};
+    struct ctl_command command = {.name = argv[0], .usage = usage};
     bool right = true;
     int option;
-    while ((option = getopt_long(argc, argv, "", names, NULL)) != -1) {
+    int at = 0;
+    while (right && (option = getopt_long(argc, argv, "", names, &at)) != -1) {
         if (option == 't') {
             filter->tenant = optarg;
-        } else if (option == 'n') {
-            right &= ctl_parse_count(optarg, &filter->limit);
-        } else if (option == 's') {
-            right &= ctl_parse_count(optarg, &filter->sequence);
-        } else {
+        } else if (option == '?') {
             right = false;
+        } else if (!ctl_parse_count(optarg, option == 'n' ? &filter->limit : &filter->sequence)) {
+            (void)ctl_option_wrong(argv[0], names[at].name, optarg, "a whole number");
+            return false;
         }
     }
     if (right && optind == argc) {
         return true;
     }
-    struct ctl_command command = {.name = argv[0], .usage = usage};
-    (void)ctl_usage(&command, NULL);
+    (void)ctl_usage(&command, right ? "options only" : NULL);
     return false;
 }
 

@@ -218,7 +218,7 @@ int ctl_audit(const struct ctl_options *options, int argc, char **argv)
     struct filter filter = {.folder = NULL};
     const char *complaint = filter_parse(&filter, argc, argv);
     if (complaint != NULL) {
-        return ctl_usage(&command, complaint);
+        return ctl_usage_told(&command, complaint);
     }
     struct reading reading = {.filter = &filter, .json = options->json};
     ctl_table_init(&reading.table, sizeof(titles) / sizeof(titles[0]), titles);

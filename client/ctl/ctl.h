@@ -40,6 +40,8 @@ struct ctl_command {
 /* Print how a command is used, and before it what is wrong; CTL_USAGE. After
  * ctl_usage_is_asked_for() it is an answer: without a complaint, and on standard output. */
 int ctl_usage(const struct ctl_command *command, const char *complaint);
+/* The same, where what is wrong is a sentence and not what the command wants. */
+int ctl_usage_told(const struct ctl_command *command, const char *sentence);
 void ctl_usage_is_asked_for(void);
 
 /* An option's value is not what it must be: print which, what was given and what is meant, and not

@@ -137,7 +137,7 @@ int ctl_fleet(const struct ctl_options *options, int argc, char **argv)
         return ctl_usage(&command, NULL);
     }
     if (optind < argc) {
-        return ctl_usage(&command, "it takes no arguments");
+        return ctl_usage_told(&command, "it takes no arguments");
     }
     Kvkeep__V1__GetFleetResponse *fleet =
         ctl_admin_call(options, "/kvkeep.v1.Admin/GetFleet", &request.base,

@@ -169,7 +169,7 @@ int ctl_invalidate(const struct ctl_options *options, int argc, char **argv)
                            .prefix = KVKEEP__V1__PROMPT__INIT};
     const char *complaint = parse(&asked, argc, argv);
     if (complaint != NULL) {
-        return ctl_usage(&command, complaint[0] != '\0' ? complaint : NULL);
+        return ctl_usage_told(&command, complaint[0] != '\0' ? complaint : NULL);
     }
     if (asked.has_prefix) {
         asked.prefix.salt = asked.request.salt;

@@ -49,15 +49,16 @@ static int help(FILE *file)
         (void)fprintf(file, "  %-12s %s\n", commands[i].name, commands[i].summary);
     }
     (void)fprintf(
-        file, "\nTARGET is unix:PATH or HOST:PORT; without it KVKEEP_TARGET, then the daemon's "
-              "default socket.\nTOKEN is a bearer token; without it KVKEEP_TOKEN; the unix socket "
-              "also knows the caller's uid.\n"
-              "--ca FILE connects by TLS and checks the daemon's certificate against these roots; "
-              "--cert FILE and\n--key FILE show one of ours; --server-name NAME is what the "
-              "daemon's must be for. Without them\nKVKEEP_CA, KVKEEP_CERTIFICATE, KVKEEP_KEY, "
-              "KVKEEP_SERVER_NAME.\n--json prints one JSON value instead of a table.\n"
-              "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no daemon there.\n"
-              "kvkeepctl COMMAND --help tells a command's own options.\n");
+        file,
+        "\nTARGET is unix:PATH or HOST:PORT; without it KVKEEP_TARGET, then the daemon's "
+        "default socket.\nTOKEN is a bearer token; without it KVKEEP_TOKEN; the unix socket "
+        "also knows the caller's uid.\n"
+        "--ca FILE connects by TLS and checks the daemon's certificate against these roots; "
+        "--cert FILE and\n--key FILE show one of ours; --server-name NAME is what the "
+        "daemon's must be for. Without them\nKVKEEP_CA, KVKEEP_CERTIFICATE, KVKEEP_KEY, "
+        "KVKEEP_SERVER_NAME.\n--json prints one JSON value instead of a table.\n"
+        "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no daemon there.\n"
+        "kvkeepctl COMMAND --help tells a command's own options; --version, this program's.\n");
     return file == stdout ? CTL_OK : CTL_USAGE;
 }
 
@@ -127,6 +128,10 @@ int main(int argc, char **argv)
     if (argc < 2) {
         return help(wants_help ? stdout : stderr);
     }
+    if (strcmp(argv[1], "--version") == 0) {
+        (void)printf("kvkeepctl %s\n", KVK_VERSION);
+        return CTL_OK;
+    }
     for (size_t i = 0; i < COMMAND_COUNT; i++) {
         if (strcmp(commands[i].name, argv[1]) == 0) {
             if (wants_help) {
@@ -141,6 +146,7 @@ int main(int argc, char **argv)
             return commands[i].run(&options, argc - 1, argv + 1);
         }
     }
-    (void)fprintf(stderr, "kvkeepctl: no command %s\n", argv[1]);
+    (void)fprintf(stderr, "kvkeepctl: no %s %s\n", argv[1][0] == '-' ? "option" : "command",
+                  argv[1]);
     return help(stderr);
 }

@@ -150,15 +150,25 @@ void ctl_usage_is_asked_for(void)
     usage_is_asked_for = true;
 }
 
-int ctl_usage(const struct ctl_command *command, const char *complaint)
+static int usage_print(const struct ctl_command *command, const char *verb, const char *complaint)
 {
     FILE *file = usage_is_asked_for ? stdout : stderr;
     if (complaint != NULL && !usage_is_asked_for) {
-        (void)fprintf(file, "kvkeepctl %s: wants %s\n", command->name, complaint);
+        (void)fprintf(file, "kvkeepctl %s: %s%s\n", command->name, verb, complaint);
     }
     (void)fprintf(file, "usage: kvkeepctl [--connect TARGET] [--token TOKEN] [--json] %s\n%s",
                   command->name, command->usage == NULL ? "" : command->usage);
     return CTL_USAGE;
+}
+
+int ctl_usage(const struct ctl_command *command, const char *complaint)
+{
+    return usage_print(command, "wants ", complaint);
+}
+
+int ctl_usage_told(const struct ctl_command *command, const char *sentence)
+{
+    return usage_print(command, "", sentence);
 }
 
 int ctl_option_wrong(const char *command, const char *option, const char *value, const char *wanted)

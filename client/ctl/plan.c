@@ -260,8 +260,10 @@ static bool options_take(struct plan *plan, int argc, char **argv)
         bool good = option <= OPTION_ENCODER_TOKENS ? take_shape(plan, option, optarg)
                                                     : take_load(plan, option, optarg);
         if (!good) {
-            (void)fprintf(stderr, "kvkeepctl plan: --%s: \"%s\" is not one\n", names[at].name,
-                          optarg);
+            (void)fprintf(
+                stderr,
+                "kvkeepctl plan: --%s: \"%s\" is none that it takes; sizes have a unit (40 GiB)\n",
+                names[at].name, optarg);
             return false;
         }
     }

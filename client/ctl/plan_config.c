@@ -383,7 +383,11 @@ bool plan_config_read(const char *path, const struct plan_given *given,
     json_error_t error;
     json_t *root = json_load_file(path, 0, &error);
     if (root == NULL) {
-        (void)snprintf(why, PLAN_NOTE_SIZE, "%.80s:%d: %.80s", path, error.line, error.text);
+        if (error.line < 0) { /* it was not opened, and the text has the path */
+            (void)snprintf(why, PLAN_NOTE_SIZE, "%.160s", error.text);
+        } else {
+            (void)snprintf(why, PLAN_NOTE_SIZE, "%.80s:%d: %.80s", path, error.line, error.text);
+        }
         return false;
     }
     struct reader reader = {.config = root, .type = "", .notes = notes, .why = why};

@@ -168,7 +168,7 @@ int ctl_publish(const struct ctl_options *options, int argc, char **argv)
     struct tokens tokens = {.bytes = NULL};
     uint64_t space_id = 0;
     const char *complaint = publish_parse(argc, argv, &space_id, &tokens);
-    int code = complaint != NULL ? ctl_usage(&command, complaint[0] != '\0' ? complaint : NULL)
+    int code = complaint != NULL ? ctl_usage_told(&command, complaint[0] != '\0' ? complaint : NULL)
                                  : publish_run(options, space_id, &tokens);
     free(tokens.bytes);
     return code;
@@ -181,7 +181,7 @@ int ctl_unpublish(const struct ctl_options *options, int argc, char **argv)
     Kvkeep__V1__UnpublishPrefixRequest request = KVKEEP__V1__UNPUBLISH_PREFIX_REQUEST__INIT;
     int code;
     if (argc != 2 || !parse_id(argv[1], &request.public_id)) {
-        return ctl_usage(&command, "it takes the number of a public prefix");
+        return ctl_usage_told(&command, "it takes the number of a public prefix");
     }
     Kvkeep__V1__UnpublishPrefixResponse *answer =
         ctl_admin_call(options, SERVICE("UnpublishPrefix"), &request.base,
@@ -250,7 +250,7 @@ int ctl_public(const struct ctl_options *options, int argc, char **argv)
     Kvkeep__V1__ListPublicPrefixesRequest request = KVKEEP__V1__LIST_PUBLIC_PREFIXES_REQUEST__INIT;
     int code;
     if (argc != 1) {
-        return ctl_usage(&command, "it takes no options");
+        return ctl_usage_told(&command, "it takes no options");
     }
     Kvkeep__V1__ListPublicPrefixesResponse *answer =
         ctl_admin_call(options, SERVICE("ListPublicPrefixes"), &request.base,

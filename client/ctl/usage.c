@@ -122,7 +122,7 @@ int ctl_usage_of_tenants(const struct ctl_options *options, int argc, char **arg
         request.tenant.len = strlen(optarg);
     }
     if (optind < argc) {
-        return ctl_usage(&command, "it takes no arguments");
+        return ctl_usage_told(&command, "it takes no arguments");
     }
     Kvkeep__V1__GetUsageResponse *usage =
         ctl_admin_call(options, "/kvkeep.v1.Admin/GetUsage", &request.base,

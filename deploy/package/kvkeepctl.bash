@@ -3,7 +3,7 @@ _kvkeepctl() {
     local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD - 1]}
     local commands command="" word
     case $previous in
-    --ca | --cert | --key | --plot | --config)
+    --ca | --cert | --key | --plot | --config | --trace | --folder | --html | --file | --prompt-file)
         mapfile -t COMPREPLY < <(compgen -f -- "$current")
         return
         ;;

@@ -648,6 +648,21 @@ def test_kvkeepctl_changes_no_tenant_that_it_has_not_found(site):
     assert row["quota"]["sequences"] == 7 and row["quota"]["leases"] == 3
 
 
+def test_kvkeepctl_says_what_is_wrong_with_a_line(site):
+    """A sentence that is one, before the usage, for commands that take next to nothing, too."""
+    for line, told in ((["stats", "now"], "kvkeepctl stats: wants options only\n"),
+                       (["leases", "--limit", "abc"], '--limit: "abc" is not a whole number'),
+                       (["audit"], "kvkeepctl audit: --folder is needed"),
+                       (["invalidate"], "kvkeepctl invalidate: name what is meant"),
+                       (["publish", "--space", "1", "--tokens", "x"], "publish: --tokens wants"),
+                       (["plan", "--budget", "40"], '--budget: "40" is none that it takes'),
+                       (["--nothing", "status"], "kvkeepctl: no option --nothing"),
+                       (["nothing"], "kvkeepctl: no command nothing")):
+        answer = ctl(site, *line)
+        assert answer.returncode == 2 and told in answer.stderr, (line, answer.stderr)
+    assert ctl(site, "--version").stdout.startswith("kvkeepctl ")
+
+
 def test_kvkeepctl_says_what_to_do_where_it_reaches_nobody(tmp_path):
     def ask(target):
         program = pathlib.Path(binary()).with_name("kvkeepctl")
