@@ -7,6 +7,7 @@
 #include "base/lock.h"
 #include "base/log.h"
 #include "gpu/device_cuda_internal.h"
+#include "gpu/kernels/kernels.h"
 
 #define LANE_COUNT_DEFAULT 8
 #define PART_BYTES_DEFAULT (UINT64_C(1) << 20)
@@ -114,6 +115,10 @@ static enum kvk_status gpu_open(struct kvk_device_cuda *cuda, struct kvk_cuda_gp
                               (uint64_t)capability, COMPUTE_CAPABILITY_MIN,
                               "GPU %d is of compute capability %d.%d; kvkeep needs 8.0 or later",
                               gpu->ordinal, gpu->properties.major, gpu->properties.minor);
+    }
+    result = (cudaError_t)kvk_cuda_probe();
+    if (result != cudaSuccess) {
+        return fail_gpu(gpu, result, error);
     }
     gpu->lanes = calloc(cuda->lane_count, sizeof(*gpu->lanes));
     if (gpu->lanes == NULL) {

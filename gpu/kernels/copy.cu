@@ -80,6 +80,12 @@ __global__ void __launch_bounds__(COPY_THREADS) copy_pieces(copy_launch launch)
     }
 }
 
+/* All kernels are built alike: one speaks for them. */
+extern "C" int kvk_cuda_probe(void)
+{
+    return kvk_probe(copy_pieces);
+}
+
 extern "C" int kvk_cuda_copy_launch(const struct kvk_cuda_piece *pieces, uint32_t piece_count,
                                     uint64_t size_bytes_max, void *stream)
 {

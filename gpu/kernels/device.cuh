@@ -177,6 +177,18 @@ __device__ __forceinline__ void kvk_multiply(float d[4], const uint32_t a[4], co
 /* ---- Launching ---------------------------------------------------------------------------------
  */
 
+/* 0, or the cudaError_t that keeps the current GPU from running the kernel. */
+template <typename Parameters> static int kvk_probe(void (*kernel)(Parameters))
+{
+    struct cudaFuncAttributes attributes;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, (const void *)kernel);
+
+    if (error != cudaSuccess) {
+        (void)cudaGetLastError();
+    }
+    return (int)error;
+}
+
 /* Past this a kernel must ask for its shared memory. */
 #define KVK_SHARED_BYTES_USUAL (48 * 1024)
 

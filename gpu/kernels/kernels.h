@@ -116,6 +116,10 @@ struct kvk_cuda_attend {
 /* Rows of a unit of the matrix kernels for few rows. */
 #define KVK_CUDA_FEW_ROWS 16
 
+/* Can the current GPU run what was built? cudaErrorNoKernelImageForDevice: it was built for others;
+ * cudaErrorUnsupportedPtxVersion: the driver is older than what was built for later ones. */
+int kvk_cuda_probe(void);
+
 /* Is there a matrix kernel for these formats and sizes, on a GPU that gives a block `shared_bytes`
  * of shared memory at most? 0: no; else the most rows of a unit. */
 uint32_t kvk_cuda_matrix_rows(enum kvk_format format_q, enum kvk_format format_k,

@@ -33,6 +33,9 @@ Test(cuda_open, says_why_it_cannot)
     cr_assert_not_null(strstr(error.text, "no GPU 3"), "%s", error.text);
     cr_assert_eq(kvk_device_cuda_open(&many, &device, &error), KVK_INVALID);
     cr_assert_str_eq(error.field, "device.gpus");
+    kvk_sim_fail("cudaFuncGetAttributes", 1, cudaErrorNoKernelImageForDevice, false);
+    cr_assert_eq(kvk_device_cuda_open(NULL, &device, &error), KVK_UNAVAILABLE);
+    cr_assert_not_null(strstr(error.text, "cannot be used"), "%s", error.text);
     kvk_sim_fail("cudaStreamCreateWithFlags", 2, cudaErrorDevicesUnavailable, false);
     cr_assert_eq(kvk_device_cuda_open(NULL, &device, &error), KVK_UNAVAILABLE);
     cr_assert_eq(kvk_device_cuda_open(NULL, &device, &error), KVK_OK, "%s", error.text);

@@ -578,6 +578,11 @@ static void run_grid(void *context)
     free(work);
 }
 
+int probe(void)
+{
+    return kvk_sim_probe();
+}
+
 /* What each kernel asks for, as its first launch had it. */
 static void asked_check(const void *kernel, uint32_t shared_bytes, uint32_t shared_bytes_max)
 {
@@ -645,6 +650,11 @@ using namespace kvk_sim;
 extern "C" __attribute__((weak)) int kvk_sim_launch(void *, kvk_sim_kernel *run, void *context)
 {
     run(context);
+    return 0;
+}
+
+extern "C" __attribute__((weak)) int kvk_sim_probe(void)
+{
     return 0;
 }
 

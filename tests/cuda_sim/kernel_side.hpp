@@ -51,6 +51,9 @@ struct lane_out {
 
 lane_out warp(enum warp_work work, const lane_in &in, const char *file, int line);
 
+/* Can the GPU run the kernels? A cudaError_t. */
+int probe(void);
+
 /* Run `kernel(parameters)` for each thread of each block, in stream order. Ends the process where
  * a launch needs more shared memory than its kernel asks for, or launches of a kernel ask for
  * different sizes: on a GPU one thread's launch would fail by what another asked for. */

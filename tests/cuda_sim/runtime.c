@@ -578,6 +578,11 @@ cudaError_t cudaDeviceSynchronize(void)
     return result;
 }
 
+int kvk_sim_probe(void)
+{
+    return (int)sim_fail(sim_enter("cudaFuncGetAttributes"));
+}
+
 int kvk_sim_launch(void *stream, kvk_sim_kernel *run, void *context)
 {
     cudaError_t result = sim_enter("cudaLaunchKernel");

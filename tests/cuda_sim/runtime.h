@@ -25,6 +25,9 @@ extern "C" {
 typedef void kvk_sim_kernel(void *context);
 int kvk_sim_launch(void *stream, kvk_sim_kernel *run, void *context);
 
+/* Whether the current GPU can run the kernels: a cudaError_t, as cudaFuncGetAttributes() has it. */
+int kvk_sim_probe(void);
+
 struct kvk_sim_options {
     uint32_t device_count; /* 0: there is no driver */
     uint64_t memory_bytes; /* of each device; 0: 1 GiB */

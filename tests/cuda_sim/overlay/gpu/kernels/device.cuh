@@ -190,6 +190,11 @@ template <typename Parameters> struct kvk_sim_work {
     }
 };
 
+template <typename Parameters> static int kvk_probe(void (*)(Parameters))
+{
+    return kvk_sim::probe();
+}
+
 template <typename Parameters>
 static int kvk_launch(void (*kernel)(Parameters), dim3 grid, uint32_t block_threads,
                       uint32_t shared_bytes, uint32_t shared_bytes_max, void *stream,
