@@ -9,6 +9,7 @@
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "base/assert.h"
 #include "base/log.h"
@@ -21,6 +22,7 @@
 #define SLICE_LEAVES 256 /* blocks that a walk takes out with the lock held */
 #define STUCK_MAX 1000   /* slices that a walk waits for calls that are opening sequences there */
 #define WAIT_NS (10 * KVK_NS_PER_MS)
+#define PAUSE_NS 100000 /* between slices */
 
 /* ---- The sweep ---- */
 
@@ -49,10 +51,13 @@ void kvk_purge_slice(struct kvk_cache *cache, uint32_t count)
     }
 }
 
+/* Whoever waits for the lock gets it: one who sleeps for it would come too late for the moment in
+ * which a mere yield leaves it free, slice after slice. */
 static void yield_drops(struct kvk_cache *cache)
 {
+    const struct timespec pause = {.tv_nsec = PAUSE_NS};
     kvk_unlock(&cache->lock);
-    (void)sched_yield();
+    (void)(cache->threads ? nanosleep(&pause, NULL) : sched_yield());
     kvk_lock(&cache->lock);
 }
 
