@@ -37,7 +37,7 @@ struct kvk_credential_config {
     char token[KVK_NAME_SIZE]; /* bearer token, at least 16 bytes; "": none */
     uint32_t uids[16];         /* on the unix socket */
     uint32_t uid_count;
-    uint32_t tenants[64];            /* indices into tenants */
+    uint32_t tenants[200];           /* indices into tenants */
     uint32_t tenant_count;           /* the first is meant where a request names none */
     char certificate[KVK_NAME_SIZE]; /* a name in a client's certificate; "": none */
     bool admin;

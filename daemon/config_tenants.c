@@ -234,7 +234,7 @@ const struct kvk_option_field kvk_config_credential_fields[] = {
      CREDENTIAL_AT(tenants),
      .fallback = "",
      .read = read_tenants,
-     .range = "up to 64 names, commas between",
+     .range = "up to 200 names, commas between",
      .help = "Tenants that it may act for; the first is meant where a request names none. Their "
              "sections come before this one."},
     {.name = "admin",

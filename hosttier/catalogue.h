@@ -97,7 +97,7 @@ kvk_catalogue_tenants(struct kvk_catalogue *catalogue,
                       void *context, struct kvk_error *error);
 
 #define KVK_CREDENTIAL_TOKENS_MAX 4
-#define KVK_CREDENTIAL_TENANTS_MAX 64
+#define KVK_CREDENTIAL_TENANTS_MAX 200
 
 struct kvk_credential_record {
     char name[KVK_CATALOGUE_NAME_SIZE];

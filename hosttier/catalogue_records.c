@@ -343,6 +343,8 @@ bool kvk_record_read_tenant(const void *key, size_t key_size, const void *data, 
 
 /* ---- Credentials ---- */
 
+_Static_assert(KVK_CREDENTIAL_TENANTS_MAX <= UINT8_MAX, "stored in a byte");
+
 #define UID_COUNT_MAX                                                                              \
     (sizeof(((struct kvk_credential_record *)0)->uids) /                                           \
      sizeof(((struct kvk_credential_record *)0)->uids[0]))

@@ -348,7 +348,7 @@ def test_wrong_requests_are_named(site):
             site.admin("CreateCredential", request)
     with Refused(CODE.INVALID_ARGUMENT, pb.CAUSE_FIELD):
         site.admin("CreateCredential", pb.CreateCredentialRequest(
-            name=b"c", tenants=[b"t%d" % i for i in range(65)], token=True))
+            name=b"c", tenants=[b"t%d" % i for i in range(201)], token=True))
     with Refused(CODE.NOT_FOUND, field="tenants"):
         site.credential(b"c", [b"nobody"])
     with Refused(CODE.INVALID_ARGUMENT, pb.CAUSE_FIELD, "quota.sequences"):
@@ -367,6 +367,23 @@ def test_wrong_requests_are_named(site):
     rows = {row.name: row for row in site.admin("ListTenants", pb.ListTenantsRequest()).tenants}
     assert set(rows) == {b"filed", b"a"}
     assert rows[b"a"].quota.leases == 5 and rows[b"a"].quota.device_guaranteed_bytes == 0
+
+
+def test_an_engine_of_a_hundred_tenants(site):
+    """One token for a node full of tenants, also after a restart; another's stay out of reach."""
+    names = [b"tenant %d" % i for i in range(100)]
+    for name in [*names, b"other"]:
+        site.create(name)
+    token = site.credential(b"engine", names)
+    info = site.info(token)
+    assert list(info.tenants) == names
+    site.restart()
+    assert list(site.info(token).tenants) == names
+    worker = Worker(site.daemon, token, tenant=names[99], target=site.tcp)
+    worker.open_space(tenant=names[99])
+    with Refused(CODE.PERMISSION_DENIED):
+        worker.open_space(tenant=b"other")
+    worker.leave()
 
 
 def test_an_engine_of_two_tenants(site):
