@@ -102,7 +102,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 def _parts(data: bytes, number: int) -> list[bytes]:
     """The length-delimited fields `number` of a message. google.rpc.Status and Any are read by
-    hand, since their stubs would be one more package to depend on."""
+    hand, since their generated code would be one more package to depend on."""
     found = []
     at = 0
     while at < len(data):
@@ -134,7 +134,7 @@ def _detail(error: grpc.RpcError) -> pb.ErrorDetail | None:
 
 
 def from_rpc_error(error: grpc.RpcError) -> KvkeepError:
-    """The KvkeepError of what a stub raised."""
+    """The KvkeepError of what a call of grpcio raised."""
     code = Code(error.code().value[0])
     detail = _detail(error)
     if detail is None:
