@@ -3,7 +3,6 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "base/assert.h"
 #include "base/log.h"
@@ -18,7 +17,6 @@
 #define STALL_NS KVK_NS_PER_SECOND   /* a gap beyond which the daemon itself stood still */
 #define PURGE_IDS 4096               /* that one slice of a purge looks at */
 #define PURGE_SLICES 8               /* in one round: ten million blocks go in 15 s */
-#define PURGE_PAUSE_NS 100000        /* between them: whoever waits for the lock gets it */
 #define SYNC_IDS 4096                /* blocks whose uses one round writes down */
 #define STRAY_GROUPS 4               /* so many groups' memory is measured in one round */
 #define PAGE_BYTES UINT64_C(4096)    /* memory is backed and punched by pages */
@@ -496,11 +494,8 @@ static void gap_note(struct kvk_cache *cache)
 static void purge_drops(struct kvk_cache *cache)
 {
     for (uint32_t i = 0; i < PURGE_SLICES && cache->purge_wanted; i++) {
-        if (i > 0 && cache->threads) {
-            kvk_unlock(&cache->lock);
-            const struct timespec pause = {.tv_nsec = PURGE_PAUSE_NS};
-            (void)nanosleep(&pause, NULL);
-            kvk_lock(&cache->lock);
+        if (i > 0) {
+            kvk_purge_pause_drops(cache);
         }
         kvk_purge_slice(cache, PURGE_IDS);
     }

@@ -502,6 +502,9 @@ uint64_t kvk_cache_workspace_bytes(const struct kvk_cache *cache);
 uint64_t kvk_cache_stood_still(const struct kvk_cache *cache, uint64_t now_ns);
 /* Free what invalidated roots left behind, over at most `count` block ids. */
 void kvk_purge_slice(struct kvk_cache *cache, uint32_t count);
+/* Between slices of such work: whoever waits for the lock gets it, one who sleeps for it too, who
+ * would come too late for the moment in which a mere yield leaves it free. Drops the lock. */
+void kvk_purge_pause_drops(struct kvk_cache *cache);
 /* Another node of the fleet has invalidated the space: when this returns, no look-up finds what was
  * here of it. Without the lock. */
 void kvk_invalidated_elsewhere(struct kvk_cache *cache, uint64_t space_id);

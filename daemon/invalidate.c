@@ -51,9 +51,7 @@ void kvk_purge_slice(struct kvk_cache *cache, uint32_t count)
     }
 }
 
-/* Whoever waits for the lock gets it: one who sleeps for it would come too late for the moment in
- * which a mere yield leaves it free, slice after slice. */
-static void yield_drops(struct kvk_cache *cache)
+void kvk_purge_pause_drops(struct kvk_cache *cache)
 {
     const struct timespec pause = {.tv_nsec = PAUSE_NS};
     kvk_unlock(&cache->lock);
@@ -67,7 +65,7 @@ static void purge_begin_drops(struct kvk_cache *cache)
     cache->purge_wanted = cache->purge_left > 0;
     for (uint32_t i = 0; i < SLICES_AT_ONCE && cache->purge_wanted; i++) {
         if (i > 0) {
-            yield_drops(cache);
+            kvk_purge_pause_drops(cache);
         }
         kvk_purge_slice(cache, SLICE_IDS);
     }
@@ -348,7 +346,7 @@ static enum slice_end walk_slice(struct kvk_cache *cache, const struct walk *wal
 static void wait_drops(struct kvk_cache *cache)
 {
     if (!cache->threads) {
-        yield_drops(cache);
+        kvk_purge_pause_drops(cache);
         return;
     }
     uint64_t until_ns = kvk_clock_now(kvk_clock_monotonic()) + WAIT_NS;
@@ -363,7 +361,7 @@ static enum kvk_status walk_group_drops(struct kvk_cache *cache, const struct wa
         case SLICE_DONE:
             return KVK_OK;
         case SLICE_MORE:
-            yield_drops(cache);
+            kvk_purge_pause_drops(cache);
             break;
         case SLICE_STUCK:
             stuck++;

@@ -12,7 +12,7 @@
 #include "kvkeep/v1/kvkeep.pb-c.h"
 
 #define ADMIN(name) "/kvkeep.v1.Admin/" name
-#define TENANTS_MAX 64
+#define TENANTS_MAX 200 /* as the daemon takes */
 #define UIDS_MAX 16
 
 static const char usage[] =
@@ -71,7 +71,7 @@ static const char *option_take(struct wanted *wanted, int option)
     switch (option) {
     case 't':
         if (request->n_tenants == TENANTS_MAX) {
-            return "one of the first 64: no more are taken";
+            return "one of the first 200: no more are taken";
         }
         wanted->tenants[request->n_tenants++] = text(optarg);
         return NULL;

@@ -1,4 +1,4 @@
-"""Generates the stubs from the API's .proto while the package is built; the rest is pyproject.toml.
+"""Generates Python from the API's .proto while the package is built; the rest is pyproject.toml.
 
 The .proto lies two folders up in the project's tree, and beside this file in a source archive.
 """

@@ -384,6 +384,12 @@ def test_an_engine_of_a_hundred_tenants(site):
     with Refused(CODE.PERMISSION_DENIED):
         worker.open_space(tenant=b"other")
     worker.leave()
+    wanted = [word for name in names for word in ("--tenant", name.decode())]
+    done = ctl(site, "credential", "create", "by hand", *wanted)
+    assert done.returncode == 0, done.stderr
+    assert list(site.info(done.stdout.split()[-1]).tenants) == names
+    done = ctl(site, "credential", "create", "more", *wanted, *wanted, "--tenant", "other")
+    assert done.returncode == 2 and "first 200" in done.stderr, done.stderr
 
 
 def test_an_engine_of_two_tenants(site):
