@@ -5,7 +5,7 @@ set -euo pipefail
 
 packages=(
     cmake ninja-build gcc pkg-config
-    libgrpc-dev libprotobuf-c-dev protobuf-c-compiler protobuf-compiler
+    libgrpc-dev libprotobuf-c-dev protobuf-c-compiler protobuf-compiler libprotobuf-dev
     libxxhash-dev liblmdb-dev liburing-dev libssl-dev libjansson-dev libmicrohttpd-dev libzmq3-dev
     libmsgpack-dev zlib1g-dev
     libunistring-dev libhiredis-dev
