@@ -419,6 +419,31 @@ def test_a_block_is_sealed_when_all_ranks_have_it(start, tiny):
     assert engine.scheduler.counted()["saved_tokens"] == 8
 
 
+def test_what_was_prefilled_elsewhere_is_waited_for(start, tiny):
+    """The prefilling engine has answered, and is only just sealing: the decoding one waits for as
+    many tokens as it was told of, and not for ever."""
+    daemon = start(TIERS.format(1024))
+    first, second = tiny(daemon), tiny(daemon, handoff_wait_ms=20_000)
+    prompt = words(1, 26)
+    ask = Ask("a", prompt)
+    first.prefill(ask)
+    first.step([(ask, 26)], reporting=[1])
+    ask.tokens.append(3)
+    assert first.scheduler.hands_on("a", 26) == 24
+    assert first.scheduler.hands_on("b", 26) == 0
+    told, untold = Ask("b", prompt, awaited=24), Ask("c", prompt)
+    assert second.match(untold) == 0  # as it is now
+    tracked = None
+    while tracked is None or tracked.looks < 3:
+        assert second.scheduler.match(told.view(), 0) is None
+        tracked = second.scheduler._tracked["b"]
+    first.step()
+    assert second.match(told) == 24
+    object.__setattr__(second.settings, "handoff_wait_ms", 50)
+    assert second.match(Ask("d", words(2, 26), awaited=24)) == 0  # it never comes
+    assert second.match(Ask("e", prompt, awaited=999)) == 24  # nor more than there is
+
+
 def test_a_rank_that_cannot_load_or_save_is_believed(start, tiny):
     engine = tiny(start(TIERS.format(1024)))
     prompt = words(1, 24)

@@ -21,7 +21,7 @@ RANKS = 2
 FACTS = naming.Facts(model="m", revision="1", tokenizer="t", template="c", rope={"theta": 1e4},
                      mask={"window": 4}, config_digest="f", compute_dtype="bf16",
                      cache_dtype="auto", scales_digest="s", layout="l", quantization="q",
-                     extra={"site": "a"})
+                     length_rule="r", draft="d", extra={"site": "a"})
 
 
 def words(seed, count):
@@ -37,15 +37,15 @@ def group():
 class Ask:
     """A request as an engine has it."""
 
-    def __init__(self, name, tokens, salt="", adapter=None):
+    def __init__(self, name, tokens, salt="", adapter=None, awaited=0):
         self.tokens = list(tokens)
         self.computed = 0
         self.again = False
-        self.name, self.salt, self.adapter = name, salt, adapter
+        self.name, self.salt, self.adapter, self.awaited = name, salt, adapter, awaited
 
     def view(self):
         return Request(self.name, lambda: self.tokens, self.salt, (), self.adapter, self.again,
-                       lambda: self.computed)
+                       self.awaited, lambda: self.computed)
 
 
 class Tiny:

@@ -30,12 +30,13 @@ def answer(**values):
 
 
 class Engine:
-    def __init__(self, model, kvkeep, connector=None, late=False, **arguments):
+    def __init__(self, model, kvkeep, connector=None, late=False, transfer=None, **arguments):
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        transfer = None
-        if kvkeep is not None:
+        if transfer is not None:
+            transfer = KVTransferConfig(**transfer)
+        elif kvkeep is not None:
             transfer = KVTransferConfig(
                 kv_connector="LateConnector" if late else "KvkeepConnector",
                 kv_connector_module_path="late_device" if late else "kvkeep.vllm",
@@ -93,12 +94,13 @@ class Engine:
 
         core.step_fn = watched
 
-    def generate(self, prompts, max_tokens=8, salt=None, lora=None, images=None):
+    def generate(self, prompts, max_tokens=8, salt=None, lora=None, handed=None):
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True,
-                                  detokenize=False, logprobs=1)
+                                  detokenize=False, logprobs=1, extra_args=None if handed is None
+                                  else {"kv_transfer_params": handed})
         asked = [{"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
                  for prompt in prompts]
         begin = time.perf_counter()
@@ -112,7 +114,13 @@ class Engine:
                 "cached": [output.num_cached_tokens for output in outputs],
                 "first_s": [output.metrics.first_token_latency if output.metrics else None
                             for output in outputs],
+                "handed": [output.kv_transfer_params for output in outputs],
                 "preempted": self._preempted(), "seconds": seconds}
+
+    def metrics(self):
+        """Of kvkeep, among vLLM's own."""
+        return {metric.name: metric.value for metric in self.llm.get_metrics()
+                if "kvkeep" in metric.name}
 
     def _preempted(self):
         return sum(metric.value for metric in self.llm.get_metrics()

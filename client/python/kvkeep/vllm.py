@@ -1,9 +1,7 @@
-"""kvkeep's connector for vLLM: KV that outlives an engine, shared by engines of one tenant.
+r"""kvkeep's connector for vLLM: KV that outlives an engine, shared by engines of one tenant.
 
-    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvkeepConnector",
-        "kv_connector_module_path": "kvkeep.vllm", "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"target": "unix:/run/kvkeep/kvkeep.sock"}}'
+    vllm serve MODEL --kv-transfer-config \
+        '{"kv_connector": "KvkeepConnector", "kv_role": "kv_both"}'
 
 Settings are vllm_orders.Settings. This module is only the seam between vLLM's interface and the two
 halves, vllm_scheduler and vllm_worker, which do not know vLLM. Written for vLLM 0.32 with caches in
@@ -13,7 +11,7 @@ host memory (CPU builds) or on CUDA devices (vllm_device); on others it is refus
 from __future__ import annotations
 
 import dataclasses
-import pathlib
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -24,14 +22,20 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1, KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorRole,
     KVConnectorWorkerMetadata)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics, KVConnectorStats)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvkeep import vllm_identity as naming
-from kvkeep.shapes import Format, Layout, LayerGroup, PrefillCost
 from kvkeep.vllm_blocks import ORDER_SIDE_BY_SIDE, EngineLayer, find_order
 from kvkeep.vllm_device import (CudaStreams, DeviceCache, Streams, paged_group, raw_group,
                                 side_view)
+from kvkeep.vllm_metrics import CONNECTED, KvkeepPromMetrics, KvkeepStats
+from kvkeep.vllm_model import (FORMATS, HANDED_ON, contents_are_named, grouped, hands_on,
+                               make_model, make_request, stands_alone)
 from kvkeep.vllm_orders import LayerShape, Orders, RankShape, Report, Settings
-from kvkeep.vllm_scheduler import Model, Request, SchedulerSide
+from kvkeep.vllm_plugin import register
+from kvkeep.vllm_scheduler import SchedulerSide
 from kvkeep.vllm_worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -43,10 +47,9 @@ if TYPE_CHECKING:
 
 __all__ = ["KvkeepConnector"]
 
-FORMATS = {torch.bfloat16: Format.BF16, torch.float16: Format.FP16, torch.float32: Format.FP32}
-WEIGHTS = r".*\.(safetensors|bin|pt|gguf)"
-TOKENIZER = r"(tokenizer.*|vocab.*|merges\.txt|special_tokens_map\.json|.*\.model|tekken\.json)"
-TEMPLATE = r"(chat_template.*|tokenizer_config\.json)"
+logger = logging.getLogger("vllm.kvkeep")
+
+register()  # where this module was named by its path: MultiConnector looks its children up by name
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -58,11 +61,15 @@ class _StepOrders(KVConnectorMetadata):
 
 @dataclasses.dataclass
 class _StepReport(KVConnectorWorkerMetadata):
+    """What ranks have done; and, once, what their caches are, by rank: where kvkeep is one of a
+    MultiConnector's, the handshake may carry another's."""
+
     report: Report
+    shapes: dict[int, RankShape]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, _StepReport)
-        return _StepReport(self.report.join(other.report))
+        return _StepReport(self.report.join(other.report), {**self.shapes, **other.shapes})
 
 
 @dataclasses.dataclass
@@ -86,6 +93,8 @@ def _timed(method: Method) -> Method:
 class KvkeepConnector(KVConnectorBase_V1):
     """Both roles; vLLM makes one of each. `own_ns` is the time vLLM's thread has spent in here."""
 
+    _cache_hit_source = CacheHitSource.HOST  # whatever tier it came from, it is loaded from there
+
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole,
                  kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -99,8 +108,17 @@ class KvkeepConnector(KVConnectorBase_V1):
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None
         self._shape: RankShape | None = None
+        self._shapes: dict[int, RankShape] = {}  # of ranks that have said what their caches are
+        self._told: dict[str, int] = {}  # of the counters, at the last metrics
+        self._contents_named = contents_are_named(vllm_config)
         if role == KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerSide(self.settings)
+            # A cache's failure must not be the request's; vLLM reads this after it has made us.
+            transfer.kv_load_failure_policy = "recompute"
+            if not self._contents_named:
+                logger.warning("kvkeep: requests with images, audio or video are left alone: with "
+                               "neither prefix caching nor a processor cache vLLM numbers these, "
+                               "and does not digest them")
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -122,7 +140,7 @@ class KvkeepConnector(KVConnectorBase_V1):
             raise ValueError("kvkeep.vllm: the kernel cuts vLLM's blocks further, in no order "
                              "known here: give vLLM the kernel's own block size")
         self._shape = RankShape(
-            block_tokens, shapes, self._scales_digest([name for name, _ in layers]),
+            block_tokens, shapes, self._scales_digest(layers),
             self._layout_name(layers) if raw else "")
         rank = get_tensor_model_parallel_rank()
         tensors = [tensor for _, tensor in layers]
@@ -138,8 +156,9 @@ class KvkeepConnector(KVConnectorBase_V1):
             self.worker = WorkerSide(self.settings, rank, block_tokens, [], rows)
         else:
             groups = [[_engine_layer(tensors[i], shapes[i], block_tokens) for i in members]
-                      for members in _grouped(shapes)]
+                      for members in grouped(shapes)]
             self.worker = WorkerSide(self.settings, rank, block_tokens, groups, [])
+        self._shapes = {rank: self._shape}
 
     def _streams(self, device: torch.device) -> Streams | None:
         """None: the cache is in host memory, and is copied by the processor."""
@@ -190,27 +209,36 @@ class KvkeepConnector(KVConnectorBase_V1):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         assert self.worker is not None
         report = self.worker.report()
-        return _StepReport(report) if report is not None else None
+        if report is None and not self._shapes:
+            return None
+        shapes, self._shapes = self._shapes, {}
+        return _StepReport(report or Report(), shapes)
 
     # ------------------------------------------------------------- scheduler
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]
                                     ) -> None:
+        """Of other connectors, where this is one of several: then it comes with the first step."""
+        for rank, handshake in metadata.items():
+            if isinstance(handshake, _Handshake):
+                self._shapes[rank] = handshake.shape
+        self._start(wait=True)
+
+    def _start(self, wait: bool) -> None:
+        """When all ranks have said what their caches are."""
         assert self.scheduler is not None
-        shapes = []
-        for rank in sorted(metadata):
-            handshake = metadata[rank]
-            assert isinstance(handshake, _Handshake)
-            shapes.append(handshake.shape)
-        self.scheduler.start(_model(self._vllm_config, self.settings, shapes))
+        ranks = self._vllm_config.parallel_config.tensor_parallel_size
+        if len(self._shapes) == ranks and not self.scheduler.started:
+            shapes = [self._shapes[rank] for rank in sorted(self._shapes)]
+            self.scheduler.start(make_model(self._vllm_config, self.settings, shapes), wait)
 
     @_timed
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int
                                    ) -> tuple[int | None, bool]:
         assert self.scheduler is not None
-        if request.prompt_embeds is not None or request.skip_reading_prefix_cache:
+        if stands_alone(request, self._contents_named):
             return 0, False
-        tokens = self.scheduler.match(_request(request), num_computed_tokens)
+        tokens = self.scheduler.match(make_request(request), num_computed_tokens)
         return tokens, bool(tokens)
 
     @_timed
@@ -233,6 +261,9 @@ class KvkeepConnector(KVConnectorBase_V1):
         assert self.scheduler is not None
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, _StepReport):
+            if not self.scheduler.started:
+                self._shapes.update(meta.shapes)
+                self._start(wait=False)
             self.scheduler.reported(meta.report)
 
     @_timed
@@ -240,12 +271,35 @@ class KvkeepConnector(KVConnectorBase_V1):
                          ) -> tuple[bool, dict[str, Any] | None]:
         assert self.scheduler is not None
         computed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
-        return self.scheduler.finished(request.request_id, computed, block_ids), None
+        said = None
+        if hands_on(request):
+            said = {HANDED_ON: self.scheduler.hands_on(request.request_id, computed)}
+        return self.scheduler.finished(request.request_id, computed, block_ids), said
 
     def reset_cache(self) -> bool | None:
         """vLLM's caches are reset, as when weights were updated: kvkeep forgets the model too."""
         assert self.scheduler is not None
         return self.scheduler.reset()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self.scheduler is None or not self.scheduler.started:
+            return None
+        now = {**self.scheduler.counted(), CONNECTED: int(self.scheduler.connected)}
+        changed = {name: value if name == CONNECTED else value - self._told.get(name, 0)
+                   for name, value in now.items() if value != self._told.get(name)}
+        self._told = now
+        return KvkeepStats(changed) if changed else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None
+                                 ) -> KVConnectorStats | None:
+        return KvkeepStats(dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: "VllmConfig", metric_types: Any,
+                           labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+                           ) -> KVConnectorPromMetrics | None:
+        return KvkeepPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         for half in (self.scheduler, self.worker):
@@ -270,22 +324,22 @@ class KvkeepConnector(KVConnectorBase_V1):
         kernel_tokens = int(tensor.shape[2]) if tensor.dim() == 4 else 0
         fits = kernel_tokens == block_tokens if tensor.device.type == "cpu" else \
             kernel_tokens > 0 and block_tokens % kernel_tokens == 0
-        if self.settings.layout == "auto" and tensor.dtype in FORMATS and fits:
+        if self.settings.layout == "auto" and _dtype(tensor) in FORMATS and fits:
             heads, size = int(tensor.shape[1]), int(tensor.shape[3]) // 2
             layer = self._vllm_config.compilation_config.static_forward_context.get(name)
             order = _probe(tensor, layer, kernel_tokens, size)
-        return LayerShape(heads, size, str(tensor.dtype).removeprefix("torch."),
+        return LayerShape(heads, size, _dtype(tensor),
                           order[0] if order else None, order[1] if order else None, block_bytes)
 
-    def _scales_digest(self, names: list[str]) -> str:
-        """Of what an FP8 cache's values are scaled by; values of other scales are other values."""
-        if not str(self._vllm_config.cache_config.cache_dtype).startswith("fp8"):
+    def _scales_digest(self, layers: list[tuple[str, torch.Tensor]]) -> str:
+        """Of what a compact cache's values are scaled by; values of other scales are others."""
+        if all(_dtype(tensor) in FORMATS for _, tensor in layers):
             return ""
         context = self._vllm_config.compilation_config.static_forward_context
         parts = []
-        for name in names:
+        for name, _ in layers:
             for scale in ("_k_scale", "_v_scale"):
-                value = getattr(context[name], scale, None)
+                value = getattr(context.get(name), scale, None)
                 parts.append("none" if value is None else
                              torch.as_tensor(value).float().cpu().numpy().tobytes().hex())
         return naming.digest(*parts)
@@ -297,6 +351,10 @@ class KvkeepConnector(KVConnectorBase_V1):
             [list(tensor.shape[1:]), str(tensor.dtype), str(getattr(context.get(name), "isa", "")),
              type(getattr(context.get(name), "impl", None)).__name__]
             for name, tensor in layers])
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _orders(metadata: KVConnectorMetadata) -> Orders:
@@ -329,14 +387,6 @@ def _layers(kv_caches: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]
             seen.add(tensor.data_ptr())
             result.append((name, tensor))
     return result
-
-
-def _grouped(shapes: tuple[LayerShape, ...]) -> list[list[int]]:
-    """Layers of one geometry are a group, in the order of their first."""
-    groups: dict[tuple[int, int, str], list[int]] = {}
-    for i, shape in enumerate(shapes):
-        groups.setdefault((shape.heads, shape.size, shape.dtype), []).append(i)
-    return list(groups.values())
 
 
 def _engine_layer(tensor: torch.Tensor, shape: LayerShape, block_tokens: int) -> EngineLayer:
@@ -393,106 +443,8 @@ def _device_cache(streams: Streams, tensors: list[torch.Tensor], shapes: tuple[L
                                           (tensor.stride(0), 1)).view(torch.uint8))
         return DeviceCache(streams, (raw_group(rows),), engine_block_tokens)
     groups = []
-    for members in _grouped(shapes):
+    for members in grouped(shapes):
         keys = [side_view(tensors[i], shapes[i].order_k, shapes[i].size, False) for i in members]
         values = [side_view(tensors[i], shapes[i].order_v, shapes[i].size, True) for i in members]
         groups.append(paged_group(keys, values, block_tokens))
     return DeviceCache(streams, tuple(groups), engine_block_tokens)
-
-
-# ------------------------------------------------------------- what the model is
-
-def _request(request: Any) -> Request:
-    lora = request.lora_request
-    return Request(
-        id=request.request_id,
-        tokens=lambda: request.all_token_ids,
-        salt=request.cache_salt or "",
-        spans=tuple(naming.spans(((feature.mm_position.offset, feature.mm_position.length,
-                                   feature.identifier) for feature in request.mm_features),
-                                 request.num_prompt_tokens)),
-        adapter=None if lora is None else (lora.lora_name, lora.lora_int_id, lora.lora_path,
-                                           lora.load_inplace),
-        again=request.num_preemptions > 0,
-        computed=lambda: request.num_computed_tokens)
-
-
-def _model(config: "VllmConfig", settings: Settings, shapes: list[RankShape]) -> Model:
-    shape = shapes[0]
-    if any(other != shape for other in shapes):
-        raise ValueError("kvkeep.vllm: the ranks' caches differ in shape or scales")
-    ranks = len(shapes)
-    raw = shape.layers[0].order_k is None
-    groups: tuple[LayerGroup, ...]
-    block_tokens = shape.block_tokens if raw else settings.block_tokens
-    if raw:
-        size = sum(layer.block_bytes for layer in shape.layers)
-        groups = (LayerGroup(layers=1, kv_heads=ranks, head_size_k=1, layout=Layout.OPAQUE,
-                             opaque_bytes=size),)
-    else:
-        total = config.model_config.get_total_num_kv_heads()
-        groups = tuple(_group(shape, members, ranks, total) for members in _grouped(shape.layers))
-    return Model(
-        facts=_facts(config, settings, shape), groups=groups, block_tokens=block_tokens,
-        engine_block_tokens=shape.block_tokens, ranks=ranks, prefill_cost=_prefill_cost(config),
-        late_saves=shape.late_saves, drafts=config.speculative_config is not None)
-
-
-def _group(shape: RankShape, members: list[int], ranks: int, total: int) -> LayerGroup:
-    first = shape.layers[members[0]]
-    heads = first.heads * ranks
-    if ranks > 1 and first.heads == 1 and total < ranks:
-        heads = total  # fewer heads than ranks: each rank has one of them, and they are kept once
-    return LayerGroup(layers=len(members), kv_heads=heads, head_size_k=first.size,
-                      format_k=FORMATS[getattr(torch, first.dtype)])
-
-
-def _facts(config: "VllmConfig", settings: Settings, shape: RankShape) -> naming.Facts:
-    model = config.model_config
-    text = model.hf_text_config
-    whole = model.hf_config.to_dict()
-    for name in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
-        whole.pop(name, None)
-    rope = {name: getattr(text, name) for name in
-            ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings",
-             "partial_rotary_factor", "position_embedding_type", "alibi")
-            if getattr(text, name, None) is not None}
-    mask = {name: getattr(text, name) for name in
-            ("sliding_window", "layer_types", "use_sliding_window", "attention_chunk_size",
-             "max_window_layers") if getattr(text, name, None) is not None}
-    folder = pathlib.Path(str(model.tokenizer or model.model))
-    tokens = folder.is_dir() and not model.skip_tokenizer_init
-    return naming.Facts(
-        model=settings.model or str(model.model),
-        revision=settings.revision or _revision(config),
-        tokenizer=naming.content_digest(folder, TOKENIZER) if tokens else
-        f"{model.tokenizer} {model.tokenizer_revision or ''}",
-        template=naming.content_digest(folder, TEMPLATE) if tokens else "",
-        rope=rope, mask=mask, config_digest=naming.digest(naming.canonical(whole)),
-        compute_dtype=str(model.dtype), cache_dtype=f"{config.cache_config.cache_dtype} "
-        f"{shape.layers[0].dtype}", scales_digest=shape.scales_digest, layout=shape.layout,
-        quantization=str(model.quantization or ""), extra=settings.identity)
-
-
-def _revision(config: "VllmConfig") -> str:
-    """Which weights: a commit where there is one, else a digest of the files."""
-    model = config.model_config
-    if str(config.load_config.load_format) == "dummy":
-        return f"dummy {model.seed}"
-    commit = naming.snapshot_commit(str(model.model)) or \
-        getattr(model.hf_config, "_commit_hash", None) or model.revision
-    if commit:
-        return str(commit)
-    if pathlib.Path(str(model.model)).is_dir():
-        return "sampled " + naming.sampled_digest(str(model.model), WEIGHTS)
-    raise ValueError("kvkeep.vllm: which weights these are cannot be told: give a revision, or "
-                     "kv_connector_extra_config.revision")
-
-
-def _prefill_cost(config: "VllmConfig") -> PrefillCost:
-    """Two FLOPs a weight, and attention's share of each token before; the speed is not known."""
-    text = config.model_config.hf_text_config
-    layers = int(getattr(text, "num_hidden_layers", 0) or 0)
-    hidden = int(getattr(text, "hidden_size", 0) or 0)
-    inner = int(getattr(text, "intermediate_size", 0) or 4 * hidden)
-    return PrefillCost(2.0 * layers * hidden * (4 * hidden + 3 * inner), 4.0 * layers * hidden, 0.0)

@@ -19,7 +19,7 @@ from typing import Any
 from kvkeep.shapes import ContentSpan, Identity
 
 __all__ = ["Adapter", "Adapters", "Facts", "canonical", "content_digest", "digest",
-           "sampled_digest", "snapshot_commit", "spans"]
+           "hub_commit", "hub_folder", "sampled_digest", "snapshot_commit", "spans"]
 
 SAMPLE_BYTES = 64 << 10
 SAMPLES = 16
@@ -58,10 +58,11 @@ def content_digest(folder: str | os.PathLike[str], pattern: str = ".*") -> str:
     return digest(*parts)
 
 
-def sampled_digest(folder: str | os.PathLike[str], pattern: str) -> str:
+def sampled_digest(folder: str | os.PathLike[str], pattern: str) -> str | None:
     """Of files too large to be read at each start: names, sizes, and pieces at even distances, the
     first and the last included. Training moves all weights, so it shows in any of them; who changes
-    single values in place must give another revision."""
+    single values in place must give another revision. None: there is no such file, as where weights
+    are streamed from an object store beside a folder of configurations."""
     parts: list[bytes | str] = []
     for path in _files(pathlib.Path(folder), pattern):
         size = path.stat().st_size
@@ -70,13 +71,36 @@ def sampled_digest(folder: str | os.PathLike[str], pattern: str) -> str:
             for i in range(SAMPLES):
                 file.seek(max(size - SAMPLE_BYTES, 0) * i // (SAMPLES - 1))
                 parts.append(file.read(SAMPLE_BYTES))
-    return digest(*parts)
+    return digest(*parts) if parts else None
 
 
 def snapshot_commit(path: str) -> str | None:
     """The commit of a model that lies in a hub's cache (…/snapshots/COMMIT)."""
     found = re.search(r"/snapshots/([0-9a-f]{40})(?:/|$)", path)
     return found.group(1) if found else None
+
+
+def hub_folder(name: str, revision: str | None = None, file: str = "config.json") -> str | None:
+    """Where a hub's model or adapter of that name lies on this machine; nothing is downloaded."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        path = try_to_load_from_cache(name, file, revision=revision)
+    except (ImportError, ValueError):  # no hub here, or no name of a hub's
+        return None
+    return os.path.dirname(path) if isinstance(path, str) else None
+
+
+def hub_commit(name: str, revision: str | None) -> str | None:
+    """The commit that a branch or tag of a hub's model stands for on this machine; a commit as it
+    is."""
+    if revision is not None and re.fullmatch("[0-9a-f]{40}", revision):
+        return revision
+    for file in ("config.json", "params.json"):
+        folder = hub_folder(name, revision, file)
+        if folder is not None:
+            return snapshot_commit(folder)
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +119,15 @@ class Facts:
     scales_digest: str = ""  # of the FP8 scales; "" where the cache has none
     layout: str = ""         # how the bytes lie, where that is not what the format says
     quantization: str = ""
+    length_rule: str = ""    # what follows from the longest prompt an engine takes
+    draft: str = ""          # the model whose layers draft, and lie in the same cache
     extra: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def identity(self, adapter: "Adapter | None" = None) -> Identity:
         form = {"cache": self.cache_dtype, "scales": self.scales_digest, "layout": self.layout}
         extra = {"compute": self.compute_dtype, "config": self.config_digest,
-                 "quantization": self.quantization}
+                 "quantization": self.quantization, "length": self.length_rule,
+                 "draft": self.draft}
         extra |= {f"operator.{name}": value for name, value in self.extra.items()}
         return Identity(
             model=self.model, revision=self.revision, tokenizer_digest=self.tokenizer,
@@ -141,6 +168,7 @@ class Adapters:
     def find(self, name: str, number: int, path: str, reload: bool = False) -> Adapter | None:
         """None: its files have changed under it, or cannot be read."""
         try:
+            path = _adapter_folder(path)
             stamp = [(file.name, file.stat().st_size, file.stat().st_mtime_ns)
                      for file in _files(pathlib.Path(path), ".*")]
             known = self._known.get((number, name, path))
@@ -153,6 +181,14 @@ class Adapters:
             return None
         self._known[number, name, path] = (stamp, adapter)
         return adapter
+
+
+def _adapter_folder(path: str) -> str:
+    """As vLLM finds it: a folder, one of the user's, or the name of a hub's adapter."""
+    path = os.path.expanduser(path)
+    if os.path.exists(path):
+        return path
+    return hub_folder(path, file="adapter_config.json") or path
 
 
 def spans(features: Iterable[tuple[int, int, str]], length: int) -> list[ContentSpan]:

@@ -31,6 +31,7 @@ class Settings:
     min_tokens: int = 0          # shorter prompts are left alone; 0: one block
     lookup_wait_ms: int = 250    # then the request is computed
     remote_wait_ms: int = 150    # of that, for what comes from the store that daemons share
+    handoff_wait_ms: int = 1000  # for what the engine that prefilled a request is just sealing
     lookups: int = 32            # requests between look-up and admission at a time
     finish_wait_ms: int = 1000   # how long a finished request's last blocks may wait to be saved
     start_wait_ms: int = 2000    # for the first connection, before the engine serves

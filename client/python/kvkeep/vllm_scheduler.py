@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence as SequenceOf
 
-from kvkeep.client import Client, Retry, Space
+from kvkeep.client import Client, Retry, Space, default_target
 from kvkeep.errors import Code, KvkeepError
 from kvkeep.session import Lease, Sequence, Session
 from kvkeep.shapes import (ContentSpan, Identity, LayerGroup, Placement, PrefillCost, Prompt,
@@ -74,6 +74,7 @@ class Request:
     spans: tuple[ContentSpan, ...] = ()
     adapter: tuple[str, int, str, bool] | None = None  # name, id, path, load anew
     again: bool = False  # it was preempted: the query was counted before
+    awaited: int = 0     # tokens that another engine has prefilled for it, and may just be sealing
     computed: Callable[[], int] = lambda: 0
 
 
@@ -178,6 +179,7 @@ class SchedulerSide:
         self.counts = Counts()
         self.own_ns = 0
         self._model: Model | None = None
+        self._unready_since: float | None = None  # the first request, with no model told yet
         self._lock = threading.Lock()
         self._space_lock = threading.Lock()
         self._adapters = Adapters()
@@ -200,16 +202,21 @@ class SchedulerSide:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    def start(self, model: Model) -> None:
+    @property
+    def started(self) -> bool:
+        return self._model is not None
+
+    def start(self, model: Model, wait: bool = True) -> None:
         """The ranks have said what their caches are. Waits a moment for the first connection, so
-        that an engine's first requests can hit: nothing is served yet."""
+        that an engine's first requests can hit, where nothing is served yet."""
         self._model = model
         for name, target in (("link", self._keep_connected), ("open", self._run_opens),
                              ("open", self._run_opens), ("jobs", self._run_jobs)):
             thread = threading.Thread(target=target, name=f"kvkeep-{name}", daemon=True)
             thread.start()
             self._threads.append(thread)
-        self._tried.wait(self.settings.start_wait_ms / 1e3)
+        if wait:
+            self._tried.wait(self.settings.start_wait_ms / 1e3)
 
     def close(self) -> None:
         """What ranks have saved is sealed; then the session ends."""
@@ -231,7 +238,7 @@ class SchedulerSide:
 
     def counted(self) -> dict[str, int]:
         with self._lock:
-            return dataclasses.asdict(self.counts)
+            return dict(vars(self.counts))
 
     # ------------------------------------------------------------- what vLLM's thread calls
 
@@ -247,7 +254,7 @@ class SchedulerSide:
             tracked.local = computed
             if tracked.state is State.OPENING:
                 waited = (time.monotonic() - tracked.asked_at) * 1e3
-                if not tracked.late and waited < self.settings.lookup_wait_ms:
+                if not tracked.late and waited < self._patience_ms(tracked.request):
                     return None
                 if not tracked.late:
                     tracked.late = True
@@ -261,7 +268,19 @@ class SchedulerSide:
                 return 0
             return hit
 
+    def _patience_ms(self, request: Request) -> float:
+        """How long a request waits for its answer."""
+        wait = self.settings.lookup_wait_ms
+        return wait + self.settings.handoff_wait_ms if request.awaited > 0 else wait
+
     def _begin(self, up: _Up | None, request: Request) -> int | None:
+        if self._model is None or not self._tried.is_set():
+            # The ranks say what their caches are with their first step, then it is connected.
+            now = time.monotonic()
+            if self._unready_since is None:
+                self._unready_since = now
+            late = (now - self._unready_since) * 1e3 >= self.settings.lookup_wait_ms
+            return 0 if late else None
         tokens = len(request.tokens())
         least = max(self.settings.min_tokens, self.settings.block_tokens)
         if up is None or self._must_reset or tokens < least:
@@ -425,6 +444,19 @@ class SchedulerSide:
                 orders.early_saves.append(self._order_save(tracked, end, last=False))
         self._unsealed[request_id] = tracked
         self._end(tracked)
+
+    def hands_on(self, request_id: str, computed: int) -> int:
+        """Tokens of a request that is about to end that another engine will find: what is cached of
+        it, or will be once its last blocks are saved."""
+        with self._lock:
+            tracked = self._tracked.get(request_id)
+            if tracked is None or tracked.over or tracked.space is None \
+                    or tracked.state is not State.OPEN:
+                return 0
+            if not isinstance(tracked.holder, Sequence) or not tracked.may_save:
+                return tracked.usable
+            bound = min(computed, len(tracked.request.tokens()) - 1)
+            return bound - bound % tracked.space.block_tokens
 
     def finished(self, request_id: str, computed: int, engine_blocks: SequenceOf[int]) -> bool:
         """vLLM has ended it. True: keep its blocks until the ranks say that they are saved."""
@@ -622,7 +654,8 @@ class SchedulerSide:
             if request.adapter is None or adapter is not None:
                 space = self._space(up, adapter)
                 tokens = list(request.tokens())
-                if up.remote and self._more_comes(up, space, tracked, tokens):
+                if (up.remote or request.awaited > 0) and \
+                        self._more_comes(up, space, tracked, tokens):
                     self._opens.put(lambda: self._open(up, tracked))
                     return
                 holder, refused = self._hold(up, space, request, tokens, tracked.looks > 0)
@@ -647,17 +680,20 @@ class SchedulerSide:
         return True
 
     def _more_comes(self, up: _Up, space: Space, tracked: _Tracked, tokens: list[int]) -> bool:
-        """Others' answers first: the store that daemons share is asked for the rest of this prompt,
-        and there is time to wait for it."""
+        """There is more to wait for, and time to: the store that daemons share is asked for the
+        rest of this prompt, or the engine that prefilled it is just sealing."""
         waited_ms = (time.monotonic() - tracked.asked_at) * 1e3
-        if tracked.over or waited_ms >= self.settings.remote_wait_ms:
+        awaited = min(tracked.request.awaited, len(tokens))
+        most_ms = self.settings.handoff_wait_ms if awaited > 0 else self.settings.remote_wait_ms
+        if tracked.over or waited_ms >= most_ms:
             return False
         if tracked.looks > 0 and self._opens.empty():
             time.sleep(PAUSE_S)
         found = up.client.lookup(space, _prompt(tracked.request, tokens),
                                  retry=tracked.request.again or tracked.looks > 0)
         tracked.looks += 1
-        return found.remote_pending
+        return found.cached_tokens < awaited or \
+            (found.remote_pending and waited_ms < self.settings.remote_wait_ms)
 
     def _hold(self, up: _Up, space: Space, request: Request, tokens: list[int], counted: bool
               ) -> tuple[Sequence | Lease, int]:
@@ -737,14 +773,20 @@ class SchedulerSide:
 
     def _keep_connected(self) -> None:
         wait_ms = self.settings.reconnect_ms
+        said = ""  # a daemon that stays away is reported once, not with each try
         while not self._stopping.is_set():
             try:
                 up = self._connect()
             except (KvkeepError, OSError) as error:
-                logger.warning("kvkeep: no connection, vLLM goes on without: %s", error)
+                cause = error.code.name if isinstance(error, KvkeepError) else type(error).__name__
+                logger.log(logging.DEBUG if cause == said else logging.WARNING,
+                           "kvkeep: no connection to %s, vLLM goes on without, and tries again: %s",
+                           self.settings.target or default_target(), error)
+                said = cause
                 self._tried.set()
             else:
                 self._tried.set()
+                said = ""
                 wait_ms = self.settings.reconnect_ms
                 up.session.ended.wait()
                 with self._lock:
