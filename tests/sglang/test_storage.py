@@ -1,14 +1,18 @@
 """kvkeep.sglang through SGLang's own factory and abstract class, over a real kvkeepd. The host pool
 is a stand-in with the calls that SGLang's has (page_first): its own needs a device."""
 
+import copy
 import hashlib
 import os
 import pathlib
 import subprocess
 import time
+import types
 
 import pytest
 import torch
+from sglang.srt import runtime_context
+from sglang.srt.mem_cache import utils as their_utils
 from sglang.srt.mem_cache.hicache_storage import (HiCacheStorage, HiCacheStorageConfig,
                                                   HiCacheStorageExtraInfo)
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
@@ -181,6 +185,41 @@ def test_what_is_not_the_same_is_apart(backend):
     assert backend(pool).batch_exists(keys[:1], HiCacheStorageExtraInfo()) == 0
     assert backend(pool).batch_exists(keys[1:], after([])) == 0
     assert backend(pool).batch_exists(keys[1:], after(names(4, 1))) == 0
+
+
+@pytest.mark.parametrize("change", [
+    {"json_model_override_args": '{"rope_scaling": {"factor": 2}}'}, {"quantization": "fp8"},
+    {"quantization_param_path": "/scales.json"}, {"dtype": "float16"}, {"context_length": 9}])
+def test_a_server_that_computes_otherwise_is_apart(backend, monkeypatch, change):
+    """The same weights, read or rotated in another way."""
+    given = types.SimpleNamespace(model_path="m", revision=None, quantization=None)
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: given)
+    keys = names(9, 2)
+    assert all(backend(Pool(1)).batch_set_v1(keys, indices(0, 2), after([])))
+    assert backend(Pool(1)).batch_exists(keys, after([])) == 2
+    for name, value in change.items():
+        setattr(given, name, value)
+    assert backend(Pool(1)).batch_exists(keys, after([])) == 0
+
+
+def test_a_folders_configuration_counts(backend, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "config.json").write_text('{"rope_theta": 1}')
+    keys = names(10, 2)
+    how = {"model_name": str(tmp_path), "extra": {"revision": None, "model": "m"}}
+    assert all(backend(Pool(1), **copy.deepcopy(how)).batch_set_v1(keys, indices(0, 2), after([])))
+    assert backend(Pool(1), **copy.deepcopy(how)).batch_exists(keys, after([])) == 2
+    (tmp_path / "config.json").write_text('{"rope_theta": 2}')
+    assert backend(Pool(1), **copy.deepcopy(how)).batch_exists(keys, after([])) == 0
+    (tmp_path / "model.safetensors").unlink()  # streamed from elsewhere: any weights
+    with pytest.raises(ValueError, match="which weights"):
+        backend(Pool(1), **copy.deepcopy(how))
+
+
+def test_an_sglang_that_names_pages_without_adapters_is_refused(backend, monkeypatch):
+    monkeypatch.delattr(their_utils, "storage_namespace_seed")
+    with pytest.raises(ValueError, match="two adapters would share"):
+        backend(Pool(1))
 
 
 def test_a_lost_ancestor_is_said(backend):

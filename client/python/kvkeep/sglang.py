@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.mem_cache import utils as their_utils
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from kvkeep import vllm_identity as naming
@@ -44,7 +45,11 @@ __all__ = ["KvkeepStorage"]
 logger = logging.getLogger(__name__)
 
 WORDS = 8  # of a page's name: SHA-256 as u32
-WEIGHTS = r".*\.(safetensors|bin|pt|gguf)"
+WEIGHTS = r".*\.(safetensors|bin|pt|pth|gguf)"
+# Of the server's arguments, what changes K and V with the same files of weights.
+ARGUMENTS = ("json_model_override_args", "quantization", "quantization_param_path", "dtype",
+             "kv_cache_dtype", "context_length", "load_format", "model_impl",
+             "speculative_draft_model_path", "speculative_draft_model_revision")
 ALONE = "page alone"  # the salt of pages without known ancestors: none is a chain's first
 PIN_MS = 30_000
 THEIRS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
@@ -97,6 +102,9 @@ class KvkeepStorage(HiCacheStorage):  # type: ignore[misc]
     """The backend of one rank. Ranks are apart: SGLang itself takes what all of them have."""
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        if not hasattr(their_utils, "storage_namespace_seed"):
+            raise ValueError("kvkeep.sglang: this SGLang names pages by tokens alone, without "
+                             "adapter and salt, so that two adapters would share; 0.5.23 does not")
         extra = dict(storage_config.extra_config or {})
         known = {field.name for field in dataclasses.fields(_Settings)}
         self._settings = _Settings(**{name: value for name, value in extra.items()
@@ -126,9 +134,14 @@ class KvkeepStorage(HiCacheStorage):  # type: ignore[misc]
         model = settings.model or config.model_name
         if not model:
             raise ValueError("kvkeep.sglang: the model has no name: give one as \"model\"")
-        revision = settings.revision or naming.snapshot_commit(model)
-        if revision is None and pathlib.Path(model).is_dir():
-            revision = "sampled " + naming.sampled_digest(model, WEIGHTS)
+        arguments = _server_arguments()
+        folder = str(arguments.get("model_path") or config.model_name)
+        revision = settings.revision or naming.snapshot_commit(folder)
+        if revision is None and pathlib.Path(folder).is_dir():
+            found = naming.sampled_digest(folder, WEIGHTS)
+            revision = None if found is None else "sampled " + found
+        elif revision is None:
+            revision = naming.hub_commit(folder, arguments.get("revision"))
         if revision is None:
             raise ValueError("kvkeep.sglang: which weights these are cannot be told: give a "
                              "\"revision\"")
@@ -145,6 +158,10 @@ class KvkeepStorage(HiCacheStorage):  # type: ignore[misc]
             kv_format=naming.canonical([type(pool).__name__, form, self._page_size])[:255],
             mask_rule=f"sglang page {self._page_size}",
             extra={"ranks": naming.canonical(ranks), "form": naming.digest(naming.canonical(form)),
+                   "arguments": naming.digest(naming.canonical(
+                       {name: arguments.get(name) for name in ARGUMENTS})),
+                   "config": naming.content_digest(folder, r"config\.json")
+                   if pathlib.Path(folder).is_dir() else "",
                    **{f"operator.{name}": value for name, value in settings.identity.items()}})
 
     # ------------------------------------------------------------- the connection
@@ -318,6 +335,16 @@ class KvkeepStorage(HiCacheStorage):  # type: ignore[misc]
             if self._up is not None:
                 self._up.close()
                 self._up = None
+
+
+def _server_arguments() -> dict[str, Any]:
+    """Of the server in this process; none where the backend is used without one."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        return dict(vars(get_server_args()))
+    except (AttributeError, ImportError, TypeError, ValueError):
+        return {}
 
 
 def _words(keys: SequenceOf[str]) -> np.ndarray:
