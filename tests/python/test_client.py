@@ -1,8 +1,11 @@
 """A worker's life through the Python package."""
 
+import concurrent.futures
 import math
+import multiprocessing
 import os
 import pathlib
+import pickle
 import sys
 import threading
 import time
@@ -428,6 +431,96 @@ def test_notices_are_told(client):
         while ("invalidated", space.id) not in told:
             assert time.monotonic() < end, told
             time.sleep(0.01)
+
+
+def test_a_listener_that_fails_does_not_end_the_session(client, caplog):
+    told = threading.Event()
+
+    def fail(*_):
+        told.set()
+        raise ValueError("a listener's")
+
+    with kvkeep.Session(client, on_notice=fail) as session:
+        space = open_space(client)
+        prefill(session, space, TOKENS)
+        client.invalidate(space)
+        assert told.wait(60)
+        with session.open_sequence(space, TOKENS):
+            assert not session.ended.is_set()
+    assert "on_notice failed" in caplog.text
+
+
+def test_a_listener_may_close_the_session(client):
+    done = []
+    session = kvkeep.Session(client, on_notice=lambda *_: (session.close(), done.append(True)))
+    space = open_space(client)
+    prefill(session, space, TOKENS)
+    client.invalidate(space)
+    assert session.ended.wait(client.timeout / 2) and done == [True]
+    session.close()
+
+
+def test_what_was_closed_says_so(client, daemon):
+    other = kvkeep.connect(daemon.target)
+    session = other.session()
+    space = open_space(client)
+    session.close()
+    with pytest.raises(KvkeepError, match="the session has ended"):
+        session.map_slots(space)
+    other.close()
+    for call in (other.server_info, other.session, lambda: other.lookup(space, TOKENS)):
+        with pytest.raises(KvkeepError, match="the client was closed") as told:
+            call()
+        assert told.value.code == Code.FAILED_PRECONDITION
+
+
+def test_errors_are_told_between_processes(client):
+    """As concurrent.futures does; what cannot be is said in words."""
+    with pytest.raises(KvkeepError) as told:
+        open_space(client, groups=())
+    with concurrent.futures.ProcessPoolExecutor(
+            1, multiprocessing.get_context("spawn")) as others:
+        error = others.submit(_raised_there, client.target).exception(60)
+    assert isinstance(error, KvkeepError) and str(error) == str(told.value)
+    assert (error.code, error.cause, error.field) == \
+        (told.value.code, told.value.cause, told.value.field)
+    full = KvkeepError("no", Code.RESOURCE_EXHAUSTED, 3, "f", 1, 2, 5,
+                       kvkeep.Advice("close", (7,), 1, 8, 9, 10))
+    assert vars(pickle.loads(pickle.dumps(full))) == vars(full)
+    with client.session() as session:
+        for mine in (client, session):
+            with pytest.raises(TypeError, match="in each"):
+                pickle.dumps(mine)
+
+
+def _raised_there(target):
+    with kvkeep.connect(target) as client:
+        open_space(client, groups=())
+
+
+def test_a_client_is_made_anew_after_a_fork(client):
+    """And the parent's goes on."""
+    client.server_info()
+    child = os.fork()
+    if child == 0:
+        try:
+            with kvkeep.connect(client.target, timeout=30) as own, own.session() as session:
+                prefill(session, open_space(own), TOKENS)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert client.lookup(open_space(client), TOKENS).cached_tokens == 8
+
+
+def test_a_tokens_last_newline_is_not_part_of_it(start, monkeypatch):
+    daemon = start("[tenant other]\n[credential other]\ntoken = 0123456789abcdef\n"
+                   "tenants = other\n")
+    monkeypatch.setenv("KVKEEP_TOKEN", "0123456789abcdef\n")
+    with kvkeep.connect(daemon.target) as client:
+        assert client.server_info().tenant == b"other"
+    with pytest.raises(ValueError, match="token"):
+        kvkeep.connect(daemon.target, token="a\nb")
 
 
 def test_a_hit_that_ends_within_a_block(client):

@@ -131,8 +131,12 @@ class Client:
     are repeated as `retry` says.
 
     Where no `token` is given, KVKEEP_TOKEN is taken, and where no `tls` is, default_tls(); "" is no
-    token. A unix socket needs neither: it knows the caller's uid. ValueError: the target is neither
-    "host:port" nor "unix:path".
+    token, and white space around it (a file's last newline) is not part of it. A unix socket needs
+    neither: it knows the caller's uid. ValueError: the target is neither "host:port" nor
+    "unix:path", or the token has what no token has.
+
+    A connection belongs to the process that made it and cannot be pickled: after os.fork() or in a
+    worker process make another.
     """
 
     def __init__(self, target: str | None = None, *, token: str | None = None,
@@ -141,11 +145,14 @@ class Client:
         self.target = target or default_target()
         if ":" not in self.target:
             raise ValueError(f'target: "{self.target}" must be host:port or unix:path')
-        token = os.environ.get("KVKEEP_TOKEN") if token is None else token
+        token = (os.environ.get("KVKEEP_TOKEN", "") if token is None else token).strip()
+        if not token.isascii() or not token.isprintable():
+            raise ValueError("token: it has characters that no token has")
         if self.target.startswith("unix:"):
             tls = None
         elif tls is None:
             tls = default_tls()
+        self._closed = False
         self.tenant = as_bytes(tenant)
         self.timeout = timeout
         self.retry = retry
@@ -170,9 +177,19 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a kvkeep.Client is a connection of its process: make one in each")
+
     def close(self) -> None:
         """Drop the connection; sessions on it end."""
+        self._closed = True
         self._channel.close()
+
+    def open_calls(self) -> services.KvkeepStub:
+        """The service's calls. KvkeepError: close() was called."""
+        if self._closed:
+            raise KvkeepError("the client was closed", Code.FAILED_PRECONDITION)
+        return self.calls
 
     def call(self, name: str, request: Any, *, timeout: float | None = None,
              repeat: bool = False) -> Any:
@@ -182,7 +199,7 @@ class Client:
         attempt = 0
         while True:
             try:
-                return getattr(self.calls, name)(request, metadata=self.metadata,
+                return getattr(self.open_calls(), name)(request, metadata=self.metadata,
                                                  timeout=max(end - time.monotonic(), 0.001))
             except grpc.RpcError as raised:
                 error = errors.from_rpc_error(raised)

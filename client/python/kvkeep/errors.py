@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import Any
 
 import grpc
 
@@ -84,6 +85,11 @@ class KvkeepError(Exception):
         self.limit = limit
         self.retry_after_ms = retry_after_ms
         self.advice = advice
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled whole: it may be raised in a worker process and told in another."""
+        return KvkeepError, (self.args[0], self.code, int(self.cause), self.field, self.value,
+                             self.limit, self.retry_after_ms, self.advice)
 
     def __str__(self) -> str:
         return f"{super().__str__()} [{self.code.name}, {self.cause.name}]"

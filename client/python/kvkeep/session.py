@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import queue
 import secrets
 import threading
@@ -23,6 +24,8 @@ from kvkeep.shapes import (AttendPlace, ContentSpan, Format, Placement, Priority
 from kvkeep.v1 import kvkeep_pb2 as pb
 
 __all__ = ["AttendResult", "Lease", "Sequence", "Session", "Swap", "Transfer"]
+
+logger = logging.getLogger(__name__)
 
 SLOT_NONE = 0xFFFFFFFF
 PIECE_BYTES = 1 << 20
@@ -86,7 +89,8 @@ class Session:
     is one thread's at a time.
 
     `on_notice(kind, value)` is called on a thread of the session's: "draining", "rank_ended"
-    (value: the rank) or "invalidated" (value: the space).
+    (value: the rank) or "invalidated" (value: the space). It may close() the session; what it
+    raises is logged.
     """
 
     def __init__(self, client: Client, *, name: bytes = b"", tenant: bytes = b"", rank: int = 0,
@@ -103,7 +107,7 @@ class Session:
         self._welcome: queue.SimpleQueue[pb.SessionWelcome | None] = queue.SimpleQueue()
         self._requests.put(pb.SessionRequest(hello=pb.SessionHello(
             tenant=tenant, instance_token=instance_token, rank=rank, name=name)))
-        self._stream = client.calls.Session(iter(self._requests.get, None),
+        self._stream = client.open_calls().Session(iter(self._requests.get, None),
                                             metadata=client.metadata)
         self._reader = threading.Thread(target=self._read, name="kvkeep-session", daemon=True)
         self._reader.start()
@@ -128,12 +132,19 @@ class Session:
                     self._welcome.put(event.welcome)
                 elif event.HasField("notice") and self.on_notice is not None:
                     kind = pb.SessionNotice.Kind.Name(event.notice.kind)
-                    self.on_notice(kind.removeprefix("KIND_").lower(), event.notice.value)
+                    try:
+                        self.on_notice(kind.removeprefix("KIND_").lower(), event.notice.value)
+                    except Exception:  # the session is not the listener's to end
+                        logger.exception("kvkeep: on_notice failed")
         except grpc.RpcError as raised:
             self.error = errors.from_rpc_error(raised)
         finally:
             self.ended.set()
             self._welcome.put(None)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a kvkeep.Session is of its process: open one in each, or join the "
+                        "instance by its token")
 
     def __enter__(self) -> "Session":
         return self
@@ -145,9 +156,12 @@ class Session:
         """End the session: what it holds is given back. Arrays of mapped memory stay readable, but
         the slots behind them are others' from here on."""
         self._requests.put(None)
-        if not self.ended.wait(self.client.timeout):
+        if threading.current_thread() is self._reader:  # from on_notice: the stream ends after it
             self._stream.cancel()
-        self._reader.join(self.client.timeout)
+        else:
+            if not self.ended.wait(self.client.timeout):
+                self._stream.cancel()
+            self._reader.join(self.client.timeout)
         with self._lock:
             if self._side is not None:
                 self._side.close()
@@ -162,6 +176,8 @@ class Session:
         """The session's side socket, connected when first asked for."""
         with self._lock:
             if self._side is None:
+                if self.ended.is_set():
+                    raise KvkeepError("the session has ended", Code.FAILED_PRECONDITION)
                 if not self.is_local:
                     raise KvkeepError("memory can be mapped by local processes only",
                                       Code.FAILED_PRECONDITION)
@@ -259,8 +275,8 @@ class Session:
                                        rank=self.rank if rank is None else rank,
                                        first_block=first, block_count=count, **holder)
         try:
-            for part in self.client.calls.ReadBlocks(request, metadata=self.client.metadata,
-                                                     timeout=self.client.timeout):
+            for part in self.client.open_calls().ReadBlocks(
+                    request, metadata=self.client.metadata, timeout=self.client.timeout):
                 if xxhash.xxh3_64_intdigest(part.data) != part.checksum:
                     raise KvkeepError(f"block {part.block} was damaged on its way", Code.DATA_LOSS)
                 if part.block != block:
@@ -465,8 +481,8 @@ class Sequence(_Holder):
 
         client = self.session.client
         try:
-            response = client.calls.WriteBlocks(messages(), metadata=client.metadata,
-                                                timeout=client.timeout)
+            response = client.open_calls().WriteBlocks(
+                messages(), metadata=client.metadata, timeout=client.timeout)
         except grpc.RpcError as raised:
             raise errors.from_rpc_error(raised) from None
         return response.written_bytes
