@@ -549,3 +549,8 @@ def test_generated_code_asks_for_no_newer_libraries_than_the_package():
         text = pathlib.Path(module.__file__).read_text()
         assert "ValidateProtobufRuntimeVersion" not in text
         assert "GRPC_GENERATED_VERSION" not in text
+
+
+def test_type_stubs_are_python():
+    stubs = pathlib.Path(pb.__file__).with_suffix(".pyi")
+    compile(stubs.read_text(), str(stubs), "exec")
