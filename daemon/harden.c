@@ -156,13 +156,27 @@ static void drop_bounding_set(void)
     }
 }
 
-static enum kvk_status drop_capabilities(struct kvk_error *error)
+/* A service manager that gives none may forbid the call that gives them up, too. */
+static bool give_up_capabilities(void)
 {
     struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
+    struct __user_cap_data_struct own[_LINUX_CAPABILITY_U32S_3];
     struct __user_cap_data_struct none[_LINUX_CAPABILITY_U32S_3];
     memset(none, 0, sizeof(none));
     (void)prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0);
-    if (syscall(SYS_capset, &header, none) != 0 || prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0) {
+    if (syscall(SYS_capset, &header, none) == 0) {
+        return true;
+    }
+    int refusal = errno;
+    memset(own, 0xff, sizeof(own));
+    bool is_bare = syscall(SYS_capget, &header, own) == 0 && memcmp(own, none, sizeof(own)) == 0;
+    errno = refusal;
+    return is_bare;
+}
+
+static enum kvk_status drop_capabilities(struct kvk_error *error)
+{
+    if (!give_up_capabilities() || prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0) {
         return kvk_fail(error, KVK_INTERNAL, KVK_CAUSE_NONE, "",
                         "cannot give up the process's capabilities: %s", strerror(errno));
     }

@@ -109,6 +109,22 @@ def test_the_pod_is_not_privileged():
         assert container[probe]["httpGet"]["path"].startswith("/health/")
 
 
+def test_the_unit_is_one_that_systemd_252_starts():
+    """What tests/package/boot.sh shows at length: here, what is written wrongly most easily."""
+    lines = (DEPLOY / "kvkeepd.service").read_text().splitlines()
+    unit = [line.split("=", 1) for line in lines if "=" in line and not line.startswith("#")]
+    only = dict(unit)
+    # In a list of what is allowed, a refusal with the list's own error number is no filter at all.
+    calls = [value for name, value in unit if name == "SystemCallFilter"]
+    assert calls and not any(":" in value for value in calls)
+    assert " seccomp" in calls[0], "the daemon's own filter"
+    # systemd says so itself from 254 on.
+    assert only["Environment"] == f"FDSTORE={only['FileDescriptorStoreMax']}"
+    # Programs of packages that every Debian has.
+    started = [value.split()[0] for name, value in unit if name.startswith("Exec")]
+    assert started == ["/usr/bin/kvkeepd", "/bin/sh"]
+
+
 def test_the_store_is_a_cluster_of_the_right_size():
     """Six nodes are what the job and the compose file make a cluster of, with memory to spare."""
     objects = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "fleet.yaml").read_text()))

@@ -6,8 +6,12 @@
  */
 #include <fcntl.h>
 #include <grp.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <pwd.h>
 #include <sched.h>
+#include <stddef.h>
+#include <sys/prctl.h>
 #include <sys/ptrace.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -21,6 +25,35 @@
 
 static struct prompt prompt;
 static char target[96];
+static bool is_service; /* the next daemon is started as a service manager would start it */
+
+/*
+ * What deploy/kvkeepd.service makes of a process before it is kvkeepd: no capabilities, and no
+ * calls that only the privileged need, capset among them.
+ */
+static void become_a_service(void)
+{
+    static const uint32_t forbidden[] = {SYS_capset,    SYS_setuid,    SYS_setgid, SYS_setgroups,
+                                         SYS_setresuid, SYS_setresgid, SYS_fchown, SYS_fchownat,
+                                         SYS_chroot,    SYS_bpf};
+    enum { COUNT = sizeof(forbidden) / sizeof(forbidden[0]) };
+    struct sock_filter program[COUNT + 3] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr))};
+    for (uint8_t i = 0; i < COUNT; i++) {
+        program[i + 1] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, forbidden[i],
+                                                      (uint8_t)(COUNT - i), 0);
+    }
+    program[COUNT + 1] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
+    program[COUNT + 2] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM);
+    const struct sock_fprog filter = {.len = COUNT + 3, .filter = program};
+    /* Without a bounding set root's next program has none; who is not root has none as it is. */
+    for (unsigned long capability = 0; capability <= 63; capability++) {
+        (void)prctl(PR_CAPBSET_DROP, capability, 0, 0, 0);
+    }
+    CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+              prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0,
+          "no filter: %s", strerror(errno));
+}
 
 /* ---- a daemon with a folder and an environment of the test's making ---- */
 
@@ -51,6 +84,9 @@ static void spawn(struct daemon *daemon, const char *process, uid_t owner)
         int leaked = open("/etc/hostname", O_RDONLY);
         CHECK(leaked < 0 || dup2(leaked, LEAKED_FD) == LEAKED_FD, "dup2");
         CHECK(chdir(daemon->folder) == 0, "chdir"); /* where a core would go */
+        if (is_service) {
+            become_a_service();
+        }
         daemon_exec(config);
     }
 }
@@ -212,6 +248,21 @@ static void privileges(void)
     CHECK(!has_descriptor(daemon.pid, LEAKED_FD), "an inherited descriptor is still open");
     CHECK(has_descriptor(daemon.pid, 2), "no standard error");
     expect_equal_limits(daemon.pid, "Max open files");
+    with_worker();
+    daemon_stop(&daemon);
+}
+
+/* Under a manager that leaves it nothing to give up, and refuses the calls that would. */
+static void as_a_service(void)
+{
+    struct daemon daemon;
+    phase("a service without privileges");
+    is_service = true;
+    spawn(&daemon, "", getuid());
+    is_service = false;
+    wait_until_ready(&daemon);
+    expect_line(daemon.pid, "status", "CapEff:\t0000000000000000");
+    expect_line(daemon.pid, "status", "NoNewPrivs:\t1");
     with_worker();
     daemon_stop(&daemon);
 }
@@ -418,6 +469,7 @@ int main(void)
     test_begin(240);
     filtered_calls();
     privileges();
+    as_a_service();
     unknown_user();
     cores_without_kv();
     no_cores();
