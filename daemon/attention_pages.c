@@ -7,7 +7,6 @@
  */
 #include "daemon/attention_internal.h"
 
-#include <sched.h>
 #include <stdio.h>
 
 #include "base/assert.h"
@@ -138,9 +137,7 @@ static void slice_drops(struct kvk_cache *cache, uint32_t *work)
     (*work)++;
     if (*work >= SLICE_PAGES) {
         *work = 0;
-        kvk_unlock(&cache->lock);
-        (void)sched_yield();
-        kvk_lock(&cache->lock);
+        kvk_pause_drops(cache);
     }
 }
 

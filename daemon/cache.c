@@ -16,6 +16,7 @@
 #define TICK_NS (50 * KVK_NS_PER_MS) /* between rounds of maintenance */
 #define STALL_NS KVK_NS_PER_SECOND   /* a gap beyond which the daemon itself stood still */
 #define PURGE_IDS 4096               /* that one slice of a purge looks at */
+#define SLICE_BLOCKS 1024            /* references: about a fifth of a millisecond */
 #define PURGE_SLICES 8               /* in one round: ten million blocks go in 15 s */
 #define SYNC_IDS 4096                /* blocks whose uses one round writes down */
 #define STRAY_GROUPS 4               /* so many groups' memory is measured in one round */
@@ -99,6 +100,7 @@ static enum kvk_status index_make(struct kvk_cache *cache, struct kvk_error *err
     cache->group_capacity = config->spaces * KVK_GROUP_COUNT_MAX;
     cache->groups = calloc(cache->group_capacity, sizeof(struct kvk_group *));
     cache->path_capacity = config->tokens;
+    cache->slice_blocks = SLICE_BLOCKS;
     bool enough = cache->groups != NULL;
     for (int g = 0; g < KVK_GROUP_COUNT_MAX; g++) {
         cache->path[g] = calloc(cache->path_capacity, sizeof(*cache->path[g]));
@@ -495,7 +497,7 @@ static void purge_drops(struct kvk_cache *cache)
 {
     for (uint32_t i = 0; i < PURGE_SLICES && cache->purge_wanted; i++) {
         if (i > 0) {
-            kvk_purge_pause_drops(cache);
+            kvk_pause_drops(cache);
         }
         kvk_purge_slice(cache, PURGE_IDS);
     }
@@ -505,7 +507,7 @@ void kvk_cache_maintain(struct kvk_cache *cache)
 {
     kvk_lock(&cache->lock);
     gap_note(cache);
-    kvk_leases_expire(cache);
+    kvk_leases_expire_drops(cache);
     kvk_mrc_maintain(cache);
     kvk_release_rates_maintain(cache);
     kvk_sessions_maintain(cache);
@@ -565,6 +567,9 @@ enum kvk_status kvk_cache_test_control(struct kvk_cache *cache,
         cache->policy_ns = control->policy_time_ns;
     }
     cache->constant_hash = control->constant_hash;
+    if (control->slice_blocks > 0) {
+        cache->slice_blocks = control->slice_blocks;
+    }
     kvk_unlock(&cache->lock);
     if (control->set_copy_delay) {
         kvk_mover_test_delay(cache->mover, control->copy_delay_us);

@@ -118,6 +118,7 @@ struct kvk_test_control {
     uint32_t copy_delay_us;
     bool constant_hash;
     bool fail_next_copy;
+    uint32_t slice_blocks; /* references that are taken or given back in one go; 0: leave */
 };
 KVK_CHECKED enum kvk_status kvk_cache_test_control(struct kvk_cache *cache,
                                                    const struct kvk_test_control *control,

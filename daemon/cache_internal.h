@@ -491,6 +491,22 @@ KVK_CHECKED enum kvk_status kvk_tier_check_there(const struct kvk_cache *cache, 
 /* Where it has, forget what lay there, over at most `count` block ids. */
 void kvk_lost_slice(struct kvk_cache *cache, uint32_t count);
 
+/* ================= slice.c ================= */
+
+/* Between slices of long work: whoever waits for the lock gets it, one who sleeps for it too, who
+ * would come too late for the moment in which a mere yield leaves it free. */
+void kvk_pause_drops(struct kvk_cache *cache);
+/* One reference to a block more was taken or given back: pause after each cache.slice_blocks of
+ * them. True: the lock was dropped. */
+bool kvk_slice_drops(struct kvk_cache *cache, uint32_t *work);
+/* May the caller do so much, or is it one that must not pause? Then KVK_WOULD_BLOCK, so that a
+ * thread does it that may. */
+static inline enum kvk_status kvk_slice_admit(const struct kvk_cache *cache,
+                                              const struct kvk_caller *caller, uint64_t blocks)
+{
+    return blocks < cache->slice_blocks || caller->may_block ? KVK_OK : KVK_WOULD_BLOCK;
+}
+
 /* ================= maintenance: cache.c, invalidate.c, room.c ================= */
 
 /* Memory of the engine's own tables: index, tokens, policy, journal, curves. O(1), or nearly. */
@@ -502,9 +518,6 @@ uint64_t kvk_cache_workspace_bytes(const struct kvk_cache *cache);
 uint64_t kvk_cache_stood_still(const struct kvk_cache *cache, uint64_t now_ns);
 /* Free what invalidated roots left behind, over at most `count` block ids. */
 void kvk_purge_slice(struct kvk_cache *cache, uint32_t count);
-/* Between slices of such work: whoever waits for the lock gets it, one who sleeps for it too, who
- * would come too late for the moment in which a mere yield leaves it free. Drops the lock. */
-void kvk_purge_pause_drops(struct kvk_cache *cache);
 /* Another node of the fleet has invalidated the space: when this returns, no look-up finds what was
  * here of it. Without the lock. */
 void kvk_invalidated_elsewhere(struct kvk_cache *cache, uint64_t space_id);
@@ -610,15 +623,20 @@ KVK_CHECKED enum kvk_status kvk_sequence_find(struct kvk_cache *cache,
 
 /* End a sequence that its instance loses: what is unsealed goes to the quarantine of each session
  * whose live process may write there, else back at once. Busy ones are doomed instead. */
-void kvk_sequence_abandon(struct kvk_cache *cache, struct kvk_sequence *sequence);
+void kvk_sequence_abandon_drops(struct kvk_cache *cache, struct kvk_sequence *sequence);
+/* Blocks that its tables name, of all groups. */
+uint64_t kvk_sequence_blocks(const struct kvk_sequence *sequence);
 /* A rank ended: cut the sequence back to what is sealed by all; quarantine as above. */
 void kvk_sequence_rank_ended(struct kvk_cache *cache, struct kvk_sequence *sequence,
                              struct kvk_session *session);
 
 /* ================= lease.c ================= */
 
-void kvk_lease_end(struct kvk_cache *cache, struct kvk_lease *lease); /* release all, free it */
-void kvk_leases_expire(struct kvk_cache *cache);                      /* bounded */
+/* Release all, in slices, and free it; nobody finds it meanwhile. */
+void kvk_lease_end_drops(struct kvk_cache *cache, struct kvk_lease *lease);
+/* Blocks that its tables name, of all groups. */
+uint64_t kvk_lease_blocks(const struct kvk_lease *lease);
+void kvk_leases_expire_drops(struct kvk_cache *cache); /* bounded */
 KVK_CHECKED enum kvk_status kvk_lease_find(struct kvk_cache *cache, const struct kvk_caller *caller,
                                            uint64_t session_id, uint64_t lease_id,
                                            struct kvk_session **session, struct kvk_lease **lease,

@@ -167,7 +167,7 @@ struct kvk_sequence {
     enum kvk_sequence_state state;
     enum kvk_tier home; /* where new blocks go */
     bool busy;          /* a call works on it without the lock */
-    bool doomed;        /* its instance ended meanwhile: that call ends it */
+    bool doomed;        /* its instance ended meanwhile, or Close did: that call ends it */
     uint32_t *tokens;   /* [length], ours */
     uint64_t token_capacity;
     struct kvk_content_span *spans; /* [span_count], ours */
@@ -246,6 +246,7 @@ struct kvk_lease {
     uint32_t open_transfers;
     uint64_t metadata_bytes; /* as its tenant is charged */
     bool marked;             /* within one call: this id was named before */
+    bool ending;             /* a call gives its blocks back, and then it: nobody else finds it */
     struct kvk_request_id request_id;
     struct kvk_lease *next, *previous; /* of the instance */
     /* In cache.lease_heap, a pairing heap by expires_ns: first child, next sibling, and previous
@@ -479,9 +480,9 @@ struct kvk_cache_stats {
     uint64_t disk_refused_blocks;  /* and records that were not */
     uint64_t spaces_restored, space_records_refused; /* at the start */
     uint64_t space_record_failures;                  /* to write or remove one */
-    uint64_t unkept_blocks;       /* times that a block found no place in its sidecar */
-    uint64_t torn_records;        /* of sidecars, at the start */
-    uint64_t restored_blocks;     /* at the start, from kept memory and disk */
+    uint64_t unkept_blocks;                          /* that found no place in their sidecar */
+    uint64_t torn_records;                           /* of sidecars, at the start */
+    uint64_t restored_blocks;                        /* at the start, from kept memory and disk */
     uint64_t lookup_ns, saved_ns; /* what look-ups cost against what hits saved (estimate) */
 };
 
@@ -495,6 +496,9 @@ struct kvk_attention_state {
 
 /* The most that one call brings to the device, beside the tier: room that no pool counts. */
 #define KVK_ATTENTION_BRING_BYTES_MAX (UINT64_C(256) << 20)
+
+/* In cache.records: there was no place for it, and it is counted. */
+#define KVK_RECORD_UNKEPT UINT32_MAX
 
 struct kvk_cache {
     struct kvk_lock lock;
@@ -529,8 +533,8 @@ struct kvk_cache {
     struct kvk_disk *disk;
     struct kvk_keeper *keeper;
     struct kvk_kept *kept;      /* kept.h; NULL: there is no keeper. Ours */
-    uint32_t *records;          /* [config.blocks] entry of the block's sidecar + 1; 0: none. Zero
-                                   pages; NULL without a keeper. Ours */
+    uint32_t *records;          /* [config.blocks] entry of the block's sidecar + 1; 0: none, or
+                                   KVK_RECORD_UNKEPT. Zero pages; NULL without a keeper. Ours */
     uint32_t record_next;       /* id whose use is written down next */
     uint32_t record_group_next; /* group whose sidecar is looked after next */
     bool leaving;               /* what is kept is no longer freed: the next daemon shall have it */
@@ -593,6 +597,7 @@ struct kvk_cache {
         const struct kvk_space *space; /* who gets the room; NULL: nobody in particular */
     } gone_cause;                      /* why blocks go just now: see kvk_gone_begin() */
     bool constant_hash;                /* test hook */
+    uint32_t slice_blocks;             /* see kvk_slice_drops(); less as a test hook */
     bool draining;
     struct kvk_cache_stats stats;
 

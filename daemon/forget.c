@@ -1,6 +1,5 @@
 #include "daemon/forget.h"
 
-#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -18,13 +17,6 @@
 #define WAIT_NS (20 * KVK_NS_PER_MS) /* for a busy call of the tenant to end */
 #define WAITS 50
 #define RETRY_MS 500
-
-static void yield_drops(struct kvk_cache *cache)
-{
-    kvk_unlock(&cache->lock);
-    (void)sched_yield();
-    kvk_lock(&cache->lock);
-}
 
 /* ---- What is there ---- */
 
@@ -139,7 +131,7 @@ static void blocks_forget_drops(struct kvk_cache *cache, const struct kvk_tenant
             kvk_gone_end(cache);
         }
         if (id % SLICE_IDS == SLICE_IDS - 1) {
-            yield_drops(cache);
+            kvk_pause_drops(cache);
         }
     }
 }
@@ -155,7 +147,7 @@ static void disk_settle_drops(struct kvk_cache *cache, const struct kvk_tenant *
             return; /* it is tried again by the next call */
         }
         if (!kvk_disk_round_drops(cache)) {
-            yield_drops(cache);
+            kvk_pause_drops(cache);
         }
     }
 }
@@ -203,7 +195,7 @@ static void odd_slots_wipe_drops(struct kvk_cache *cache, struct kvk_group *grou
                 memset(memory, 0, bytes);
             }
             if (slot % SLICE_SLOTS == SLICE_SLOTS - 1) {
-                yield_drops(cache);
+                kvk_pause_drops(cache);
             }
         }
     }

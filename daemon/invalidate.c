@@ -6,10 +6,8 @@
  * taken out of the index leaf by leaf, in slices too; sequences that hang from it go on with their
  * own blocks, but index nothing any more.
  */
-#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "base/assert.h"
 #include "base/log.h"
@@ -17,12 +15,12 @@
 #include "daemon/sequence_internal.h"
 #include "daemon/space_internal.h"
 
-#define SLICE_IDS 1024   /* block ids that a sweep looks at with the lock held */
-#define SLICES_AT_ONCE 8 /* of the sweep, by the call itself */
-#define SLICE_LEAVES 256 /* blocks that a walk takes out with the lock held */
-#define STUCK_MAX 1000   /* slices that a walk waits for calls that are opening sequences there */
+#define SLICE_IDS 1024     /* block ids that a sweep looks at with the lock held */
+#define SLICES_AT_ONCE 8   /* of the sweep, by the call itself */
+#define COMPARED_TOKENS 64 /* that cost as much as a reference does */
+#define SLICE_LEAVES 256   /* blocks that a walk takes out with the lock held */
+#define STUCK_MAX 1000     /* slices that a walk waits for calls that are opening sequences there */
 #define WAIT_NS (10 * KVK_NS_PER_MS)
-#define PAUSE_NS 100000 /* between slices */
 
 /* ---- The sweep ---- */
 
@@ -43,20 +41,14 @@ void kvk_purge_slice(struct kvk_cache *cache, uint32_t count)
             kvk_root_is_current(cache, kvk_index_root_of(cache->index, id))) {
             continue;
         }
-        cache->stats.invalidated_blocks += block->state == KVK_BLOCK_EVICTABLE ? 1 : 0;
+        bool idle = block->state == KVK_BLOCK_EVICTABLE;
         kvk_block_settle(cache, id); /* frees it, or takes it out of its queue */
+        /* One that is copied just now is met again. */
+        cache->stats.invalidated_blocks += idle && block->state != KVK_BLOCK_EVICTABLE ? 1 : 0;
     }
     if (cache->purge_left == 0) {
         cache->purge_wanted = false;
     }
-}
-
-void kvk_purge_pause_drops(struct kvk_cache *cache)
-{
-    const struct timespec pause = {.tv_nsec = PAUSE_NS};
-    kvk_unlock(&cache->lock);
-    (void)(cache->threads ? nanosleep(&pause, NULL) : sched_yield());
-    kvk_lock(&cache->lock);
 }
 
 static void purge_begin_drops(struct kvk_cache *cache)
@@ -65,7 +57,7 @@ static void purge_begin_drops(struct kvk_cache *cache)
     cache->purge_wanted = cache->purge_left > 0;
     for (uint32_t i = 0; i < SLICES_AT_ONCE && cache->purge_wanted; i++) {
         if (i > 0) {
-            kvk_purge_pause_drops(cache);
+            kvk_pause_drops(cache);
         }
         kvk_purge_slice(cache, SLICE_IDS);
     }
@@ -215,21 +207,72 @@ static bool sequence_is_below(const struct kvk_sequence *sequence, const struct 
             memcmp(sequence->tokens, prompt->tokens, tokens * sizeof(*prompt->tokens)) == 0);
 }
 
-/* Sequences below keep their blocks, but what they seal from now on is theirs alone. */
-static void sequences_detach(struct kvk_cache *cache, const struct walk *walk)
+static bool is_detached(const struct kvk_sequence *sequence)
 {
+    bool detached = true;
+    for (uint32_t g = 0; g < sequence->space->group_count; g++) {
+        detached = detached && sequence->groups[g].detached;
+    }
+    return detached;
+}
+
+static bool sequence_detach(struct kvk_cache *cache, const struct walk *walk,
+                            struct kvk_sequence *sequence)
+{
+    if (!sequence_is_below(sequence, walk)) {
+        return false;
+    }
+    for (uint32_t g = 0; g < walk->space->group_count; g++) {
+        if (!sequence->groups[g].detached) {
+            kvk_sequence_detach(cache, &sequence->groups[g]);
+        }
+    }
+    return true;
+}
+
+/* The space's sequences that are still in its chains, or, without memory for their ids, what is
+ * below of them is detached in one go. */
+static uint64_t *sequences_list(struct kvk_cache *cache, const struct walk *walk, uint32_t *count)
+{
+    uint64_t *ids = malloc((cache->sequence_table.count + UINT64_C(1)) * sizeof(*ids));
     size_t place = 0;
     const struct kvk_table_entry *entry;
+    *count = 0;
     while ((entry = kvk_table_next(&cache->sequence_table, &place)) != NULL) {
         struct kvk_sequence *sequence = kvk_table_get(&cache->sequence_table, entry->key);
-        if (!sequence_is_below(sequence, walk)) {
+        if (sequence->space != walk->space || is_detached(sequence)) {
             continue;
         }
-        for (uint32_t g = 0; g < walk->space->group_count; g++) {
-            if (!sequence->groups[g].detached) {
-                kvk_sequence_detach(cache, &sequence->groups[g]);
-            }
+        if (ids != NULL) {
+            ids[(*count)++] = entry->key;
+        } else {
+            (void)sequence_detach(cache, walk, sequence);
         }
+    }
+    return ids;
+}
+
+/* Sequences below keep their blocks, but what they seal from now on is theirs alone. In slices,
+ * since whole prompts are compared; again until there is none, since one may be forked meanwhile.
+ * Whoever opens one meanwhile begins with nothing of this, or stands in the walk's way. */
+static void sequences_detach_drops(struct kvk_cache *cache, const struct walk *walk)
+{
+    uint64_t compared = walk->blocks * (uint64_t)walk->space->block_tokens / COMPARED_TOKENS;
+    uint32_t work = 0;
+    bool any = true;
+    while (any) {
+        uint32_t count;
+        uint64_t *ids = sequences_list(cache, walk, &count);
+        any = false;
+        for (uint32_t i = 0; i < count; i++) {
+            struct kvk_sequence *sequence = kvk_table_get(&cache->sequence_table, ids[i]);
+            if (sequence != NULL && sequence_detach(cache, walk, sequence)) {
+                any = true;
+                work += (uint32_t)compared;
+            }
+            (void)kvk_slice_drops(cache, &work);
+        }
+        free(ids);
     }
 }
 
@@ -320,7 +363,6 @@ static enum slice_end walk_slice(struct kvk_cache *cache, const struct walk *wal
 {
     uint32_t removed = 0;
     uint32_t top;
-    sequences_detach(cache, walk);
     while ((top = walk_top(cache, walk)) != KVK_BLOCK_NONE) {
         uint32_t at = top;
         for (;;) {
@@ -329,14 +371,13 @@ static enum slice_end walk_slice(struct kvk_cache *cache, const struct walk *wal
             if (!leaf_remove(cache, leaf, reply)) {
                 return SLICE_STUCK;
             }
-            removed++;
+            if (++removed >= SLICE_LEAVES) {
+                return SLICE_MORE;
+            }
             if (leaf == top || parent == KVK_BLOCK_NONE || !is_there(cache, parent)) {
                 break;
             }
             at = parent;
-        }
-        if (removed >= SLICE_LEAVES) {
-            return SLICE_MORE;
         }
     }
     return SLICE_DONE;
@@ -346,7 +387,7 @@ static enum slice_end walk_slice(struct kvk_cache *cache, const struct walk *wal
 static void wait_drops(struct kvk_cache *cache)
 {
     if (!cache->threads) {
-        kvk_purge_pause_drops(cache);
+        kvk_pause_drops(cache);
         return;
     }
     uint64_t until_ns = kvk_clock_now(kvk_clock_monotonic()) + WAIT_NS;
@@ -356,16 +397,18 @@ static void wait_drops(struct kvk_cache *cache)
 static enum kvk_status walk_group_drops(struct kvk_cache *cache, const struct walk *walk,
                                         struct kvk_invalidate_reply *reply, struct kvk_error *error)
 {
+    sequences_detach_drops(cache, walk);
     for (uint32_t stuck = 0; stuck < STUCK_MAX;) {
         switch (walk_slice(cache, walk, reply)) {
         case SLICE_DONE:
             return KVK_OK;
         case SLICE_MORE:
-            kvk_purge_pause_drops(cache);
+            kvk_pause_drops(cache);
             break;
         case SLICE_STUCK:
             stuck++;
             wait_drops(cache);
+            sequences_detach_drops(cache, walk);
             break;
         }
     }

@@ -62,33 +62,46 @@ static void lease_link(struct kvk_cache *cache, struct kvk_lease *lease,
     kvk_lease_heap_add(&cache->lease_heap, lease);
 }
 
-static uint64_t release_blocks(struct kvk_cache *cache, struct kvk_lease *lease)
+uint64_t kvk_lease_blocks(const struct kvk_lease *lease)
+{
+    uint64_t blocks = 0;
+    for (uint32_t g = 0; g < lease->space->group_count; g++) {
+        blocks += lease->groups[g].block_count;
+    }
+    return blocks;
+}
+
+static uint64_t release_blocks_drops(struct kvk_cache *cache, struct kvk_lease *lease,
+                                     uint32_t *work)
 {
     uint64_t released = 0;
     for (uint32_t g = 0; g < lease->space->group_count; g++) {
-        const struct kvk_lease_group *table = &lease->groups[g];
-        for (uint32_t i = table->block_count; i > 0; i--) {
-            uint32_t block = table->blocks[i - 1];
-            if (block == KVK_BLOCK_NONE) {
+        struct kvk_lease_group *table = &lease->groups[g];
+        while (table->block_count > 0) {
+            uint32_t at = --table->block_count;
+            if (table->blocks[at] == KVK_BLOCK_NONE) {
                 continue;
             }
-            if (table->pins[i - 1] != 0) {
-                kvk_block_unpin(cache, block, (enum kvk_tier)(table->pins[i - 1] - 1));
+            if (table->pins[at] != 0) {
+                kvk_block_unpin(cache, table->blocks[at], (enum kvk_tier)(table->pins[at] - 1));
             }
-            kvk_block_release(cache, block, true);
+            kvk_block_release(cache, table->blocks[at], true);
             released++;
+            (void)kvk_slice_drops(cache, work);
         }
     }
     return released;
 }
 
-static uint64_t lease_end(struct kvk_cache *cache, struct kvk_lease *lease)
+/* `work` goes on from lease to lease. */
+static uint64_t lease_end_drops(struct kvk_cache *cache, struct kvk_lease *lease, uint32_t *work)
 {
     struct kvk_instance *instance = lease->instance;
-    uint64_t released = release_blocks(cache, lease);
+    lease->ending = true;
+    kvk_lease_heap_remove(&cache->lease_heap, lease);
+    uint64_t released = release_blocks_drops(cache, lease, work);
     void *removed = kvk_table_remove(&cache->lease_table, lease->id);
     KVK_ASSERT(removed == lease);
-    kvk_lease_heap_remove(&cache->lease_heap, lease);
     if (lease->next != NULL) {
         lease->next->previous = lease->previous;
     }
@@ -109,33 +122,41 @@ static uint64_t lease_end(struct kvk_cache *cache, struct kvk_lease *lease)
     return released;
 }
 
-void kvk_lease_end(struct kvk_cache *cache, struct kvk_lease *lease)
+void kvk_lease_end_drops(struct kvk_cache *cache, struct kvk_lease *lease)
 {
+    uint32_t work = 0;
     KVK_ASSERT(kvk_lock_held(&cache->lock));
-    (void)lease_end(cache, lease);
+    (void)lease_end_drops(cache, lease, &work);
 }
 
 /* Its time is over: remembered for a while, so that who comes late is told why. */
-static uint64_t lease_expire(struct kvk_cache *cache, struct kvk_lease *lease)
+static uint64_t lease_expire_drops(struct kvk_cache *cache, struct kvk_lease *lease, uint32_t *work)
 {
     cache->ended_leases[cache->ended_lease_count % KVK_ENDED_LEASE_COUNT] =
         (struct kvk_ended_lease){.id = lease->id, .instance_id = lease->instance->id};
     cache->ended_lease_count++;
     cache->stats.leases_expired++;
-    return lease_end(cache, lease);
+    return lease_end_drops(cache, lease, work);
 }
 
-void kvk_leases_expire(struct kvk_cache *cache)
+void kvk_leases_expire_drops(struct kvk_cache *cache)
 {
     KVK_ASSERT(kvk_lock_held(&cache->lock));
     uint64_t now = kvk_lease_clock(cache);
     uint64_t blocks = 0;
+    uint32_t work = 0;
     for (uint32_t i = 0; i < EXPIRE_COUNT && blocks < EXPIRE_BLOCKS; i++) {
         struct kvk_lease *lease = cache->lease_heap;
         if (lease == NULL || lease->expires_ns > now) {
             return;
         }
-        blocks += lease_expire(cache, lease);
+        if (lease->ending) { /* by another call: out of the way until it gets there */
+            kvk_lease_heap_remove(&cache->lease_heap, lease);
+            lease->expires_ns = UINT64_MAX;
+            kvk_lease_heap_add(&cache->lease_heap, lease);
+            continue;
+        }
+        blocks += lease_expire_drops(cache, lease, &work);
     }
 }
 
@@ -172,7 +193,7 @@ enum kvk_status kvk_lease_find(struct kvk_cache *cache, const struct kvk_caller 
         return refuse_expired(error);
     }
     /* Another tenant's answers as if there were none. */
-    if (found == NULL || found->instance->tenant != (*session)->tenant) {
+    if (found == NULL || found->ending || found->instance->tenant != (*session)->tenant) {
         return kvk_fail(error, KVK_NOT_FOUND, KVK_CAUSE_NONE, "lease_id", "no such lease");
     }
     if (found->instance != (*session)->instance) {
@@ -180,7 +201,12 @@ enum kvk_status kvk_lease_find(struct kvk_cache *cache, const struct kvk_caller 
                         "another instance owns the lease");
     }
     if (found->expires_ns <= kvk_lease_clock(cache)) {
-        (void)lease_expire(cache, found);
+        if (!found->marked && kvk_lease_blocks(found) < cache->slice_blocks) {
+            uint32_t work = 0; /* so few that there is no pause */
+            (void)lease_expire_drops(cache, found, &work);
+        } else {
+            (void)pthread_cond_signal(&cache->wake); /* maintenance ends it */
+        }
         return refuse_expired(error);
     }
     *lease = found;
@@ -221,7 +247,8 @@ static struct kvk_lease *find_repeated(struct kvk_cache *cache, const struct kvk
     }
     uint64_t now = kvk_lease_clock(cache);
     for (struct kvk_lease *lease = instance->leases; lease != NULL; lease = lease->next) {
-        if (lease->expires_ns > now && kvk_request_id_equal(&lease->request_id, request_id)) {
+        if (lease->expires_ns > now && !lease->ending &&
+            kvk_request_id_equal(&lease->request_id, request_id)) {
             return lease;
         }
     }
@@ -392,7 +419,10 @@ static enum kvk_status pin_take(struct pinning *pinning, struct kvk_lease *lease
     *used = true;
     status = kvk_quota_check_holds(cache, space->tenant, &mark, pinning->error);
     if (status != KVK_OK) {
-        (void)lease_end(cache, lease);
+        uint32_t work = 0;
+        space->reference_count++; /* stays: the refusal is noted with it */
+        (void)lease_end_drops(cache, lease, &work);
+        space->reference_count--;
         return status;
     }
     cache->stats.pins++;
@@ -492,17 +522,13 @@ enum kvk_status kvk_lease_renew(struct kvk_cache *cache, const struct kvk_caller
     return status;
 }
 
-enum kvk_status kvk_lease_release(struct kvk_cache *cache, const struct kvk_caller *caller,
-                                  uint64_t session_id, const uint64_t *lease_ids,
-                                  uint32_t lease_count, uint64_t *released_blocks,
-                                  struct kvk_error *error)
+/* All of them, in one go: nobody finds any of them from here on. Or none. */
+static enum kvk_status release_mark(struct kvk_cache *cache, const struct kvk_caller *caller,
+                                    uint64_t session_id, const uint64_t *lease_ids,
+                                    uint32_t lease_count, struct kvk_error *error)
 {
-    *released_blocks = 0;
-    if (lease_count == 0) {
-        return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "lease_ids", "lease_ids is empty");
-    }
-    kvk_lock(&cache->lock);
     enum kvk_status status = KVK_OK;
+    uint64_t blocks = 0;
     uint32_t marked = 0;
     for (; marked < lease_count; marked++) {
         struct kvk_session *session = NULL;
@@ -518,13 +544,36 @@ enum kvk_status kvk_lease_release(struct kvk_cache *cache, const struct kvk_call
             break;
         }
         lease->marked = true;
+        blocks += kvk_lease_blocks(lease) + 1;
+    }
+    if (status == KVK_OK) {
+        status = kvk_slice_admit(cache, caller, blocks);
     }
     for (uint32_t i = 0; i < marked; i++) {
         struct kvk_lease *lease = kvk_table_get(&cache->lease_table, lease_ids[i]);
         lease->marked = false;
-        if (status == KVK_OK) {
-            *released_blocks += lease_end(cache, lease);
-        }
+        lease->ending = status == KVK_OK;
+    }
+    return status;
+}
+
+enum kvk_status kvk_lease_release(struct kvk_cache *cache, const struct kvk_caller *caller,
+                                  uint64_t session_id, const uint64_t *lease_ids,
+                                  uint32_t lease_count, uint64_t *released_blocks,
+                                  struct kvk_error *error)
+{
+    *released_blocks = 0;
+    if (lease_count == 0) {
+        return kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "lease_ids", "lease_ids is empty");
+    }
+    uint32_t work = 0;
+    kvk_lock(&cache->lock);
+    enum kvk_status status = release_mark(cache, caller, session_id, lease_ids, lease_count, error);
+    for (uint32_t i = 0; i < lease_count && status == KVK_OK; i++) {
+        /* Ended by us, so it is there. */
+        struct kvk_lease *lease = kvk_table_get(&cache->lease_table, lease_ids[i]);
+        *released_blocks += lease_end_drops(cache, lease, &work);
+        (void)kvk_slice_drops(cache, &work);
     }
     kvk_unlock(&cache->lock);
     return status;

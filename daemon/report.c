@@ -1,6 +1,5 @@
 #include "daemon/report.h"
 
-#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -46,9 +45,7 @@ void kvk_report_slice_drops(struct kvk_cache *cache, uint64_t *work, uint64_t mo
     *work += more;
     if (*work >= SLICE_WORK) {
         *work = 0;
-        kvk_unlock(&cache->lock);
-        (void)sched_yield();
-        kvk_lock(&cache->lock);
+        kvk_pause_drops(cache);
     }
 }
 

@@ -382,26 +382,53 @@ static void close_count(const struct kvk_cache *cache, uint32_t block,
     }
 }
 
-void kvk_sequence_end(struct kvk_cache *cache, struct kvk_sequence *sequence,
-                      struct kvk_close_reply *reply)
+uint64_t kvk_sequence_blocks(const struct kvk_sequence *sequence)
 {
-    KVK_ASSERT(!sequence->busy);
-    const struct kvk_space *space = sequence->space;
-    kvk_gone_note_aborted(cache, sequence);
-    for (uint32_t g = 0; g < space->group_count; g++) {
+    uint64_t blocks = 0;
+    for (uint32_t g = 0; g < sequence->space->group_count; g++) {
+        blocks += sequence->groups[g].block_count;
+    }
+    return blocks;
+}
+
+void kvk_sequence_doom(struct kvk_sequence *sequence)
+{
+    sequence->busy = true;
+    sequence->doomed = true;
+}
+
+/* Deepest first: an anchor or a child no longer keeps what lies before it. */
+static void tables_end_drops(struct kvk_cache *cache, struct kvk_sequence *sequence,
+                             struct kvk_close_reply *reply)
+{
+    uint32_t work = 0;
+    for (uint32_t g = 0; g < sequence->space->group_count; g++) {
         struct kvk_sequence_group *table = &sequence->groups[g];
-        /* Deepest first: an anchor or a child no longer keeps what lies before it. */
         kvk_sequence_move_cursor(cache, table,
                                  (struct kvk_cursor){.root = table->root, .block = KVK_BLOCK_NONE});
-        for (uint32_t i = table->block_count; i > 0; i--) {
-            close_count(cache, table->blocks[i - 1], reply);
-            kvk_sequence_drop(cache, sequence, g, i - 1);
+    }
+    for (uint32_t g = 0; g < sequence->space->group_count; g++) {
+        struct kvk_sequence_group *table = &sequence->groups[g];
+        while (table->block_count > 0) {
+            table->block_count--;
+            close_count(cache, table->blocks[table->block_count], reply);
+            kvk_sequence_drop(cache, sequence, g, table->block_count);
+            (void)kvk_slice_drops(cache, &work);
         }
         if (table->root != KVK_ROOT_NONE) {
             kvk_index_root_release(cache->index, table->root);
+            table->root = KVK_ROOT_NONE;
         }
     }
+}
+
+void kvk_sequence_end_drops(struct kvk_cache *cache, struct kvk_sequence *sequence,
+                            struct kvk_close_reply *reply)
+{
+    kvk_sequence_doom(sequence);
+    kvk_gone_note_aborted(cache, sequence);
     kvk_sequence_keep_growth(cache, sequence, 0);
+    tables_end_drops(cache, sequence, reply);
     sequence_unlink(cache, sequence);
     kvk_sequence_free(sequence);
     (void)pthread_cond_broadcast(&cache->changed);
@@ -459,7 +486,7 @@ static bool is_granted(const struct kvk_cache *cache, const struct kvk_sequence 
            block != KVK_BLOCK_NONE && !kvk_block_is_whole(kvk_index_block(cache->index, block));
 }
 
-void kvk_sequence_abandon(struct kvk_cache *cache, struct kvk_sequence *sequence)
+void kvk_sequence_abandon_drops(struct kvk_cache *cache, struct kvk_sequence *sequence)
 {
     KVK_ASSERT(kvk_lock_held(&cache->lock));
     if (sequence->busy) {
@@ -481,7 +508,7 @@ void kvk_sequence_abandon(struct kvk_cache *cache, struct kvk_sequence *sequence
             }
         }
     }
-    kvk_sequence_end(cache, sequence, NULL);
+    kvk_sequence_end_drops(cache, sequence, NULL);
 }
 
 void kvk_sequence_rank_ended(struct kvk_cache *cache, struct kvk_sequence *sequence,
@@ -532,26 +559,45 @@ void kvk_sequence_busy_begin(struct kvk_sequence *sequence)
     sequence->busy = true;
 }
 
-enum kvk_status kvk_sequence_busy_end(struct kvk_cache *cache, struct kvk_sequence *sequence,
-                                      struct kvk_error *error)
+/* *cut: it was, since a rank ended. */
+static enum kvk_status end_drops(struct kvk_cache *cache, struct kvk_sequence *sequence, bool *cut,
+                                 struct kvk_error *error)
 {
     KVK_ASSERT(kvk_lock_held(&cache->lock));
     KVK_ASSERT(sequence->busy);
     sequence->busy = false;
     (void)pthread_cond_broadcast(&cache->changed);
     if (sequence->doomed) {
-        kvk_sequence_abandon(cache, sequence);
+        kvk_sequence_abandon_drops(cache, sequence);
         return kvk_fail(error, KVK_ABORTED, KVK_CAUSE_SESSION_ENDED, "session_id",
                         "the instance ended while the call ran");
     }
-    bool lost = kvk_sequence_is_lost(sequence);
+    *cut = kvk_sequence_is_lost(sequence);
     sequence->cut_wanted = false;
-    if (lost) {
+    if (*cut) {
         kvk_sequence_rank_ended(cache, sequence, NULL);
+    }
+    return KVK_OK;
+}
+
+enum kvk_status kvk_sequence_busy_end_drops(struct kvk_cache *cache, struct kvk_sequence *sequence,
+                                            struct kvk_error *error)
+{
+    bool cut = false;
+    enum kvk_status status = end_drops(cache, sequence, &cut, error);
+    if (status == KVK_OK && cut) {
         return kvk_fail(error, KVK_ABORTED, KVK_CAUSE_SESSION_ENDED, "session_id",
                         "a rank of the instance ended while the call ran");
     }
-    return KVK_OK;
+    return status;
+}
+
+enum kvk_status kvk_sequence_applied_end_drops(struct kvk_cache *cache,
+                                               struct kvk_sequence *sequence,
+                                               struct kvk_error *error)
+{
+    bool cut = false;
+    return end_drops(cache, sequence, &cut, error);
 }
 
 /* ---- Finding ---- */
@@ -745,6 +791,43 @@ enum kvk_status kvk_sequence_get(struct kvk_cache *cache, const struct kvk_calle
     return status;
 }
 
+/* All of them, in one go: nobody finds any of them from here on. Or none. */
+static enum kvk_status close_mark(struct kvk_cache *cache, const struct kvk_caller *caller,
+                                  uint64_t session_id, const uint64_t *sequence_ids, uint32_t count,
+                                  struct kvk_error *error)
+{
+    enum kvk_status status = KVK_OK;
+    uint64_t blocks = 0;
+    uint32_t marked = 0;
+    for (; marked < count; marked++) {
+        struct kvk_session *session = NULL;
+        struct kvk_sequence *sequence = NULL;
+        status = kvk_sequence_find(cache, caller, session_id, sequence_ids[marked], &session,
+                                   &sequence, error);
+        KVK_ASSERT(status != KVK_OK || sequence != NULL);
+        if (status == KVK_OK && sequence->marked) {
+            status = kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "sequence_ids",
+                              "sequence_ids names a sequence twice");
+        }
+        if (status != KVK_OK) {
+            break;
+        }
+        sequence->marked = true;
+        blocks += kvk_sequence_blocks(sequence) + 1;
+    }
+    if (status == KVK_OK) {
+        status = kvk_slice_admit(cache, caller, blocks);
+    }
+    for (uint32_t i = 0; i < marked; i++) {
+        struct kvk_sequence *sequence = kvk_table_get(&cache->sequence_table, sequence_ids[i]);
+        sequence->marked = false;
+        if (status == KVK_OK) {
+            kvk_sequence_doom(sequence);
+        }
+    }
+    return status;
+}
+
 enum kvk_status kvk_sequence_close(struct kvk_cache *cache, const struct kvk_caller *caller,
                                    uint64_t session_id, const uint64_t *sequence_ids,
                                    uint32_t count, struct kvk_close_reply *reply,
@@ -756,31 +839,12 @@ enum kvk_status kvk_sequence_close(struct kvk_cache *cache, const struct kvk_cal
                         "sequence_ids is empty");
     }
     kvk_lock(&cache->lock);
-    enum kvk_status status = KVK_OK;
-    uint32_t marked = 0;
-    for (; marked < count && status == KVK_OK; marked++) {
-        struct kvk_session *session = NULL;
-        struct kvk_sequence *sequence = NULL;
-        status = kvk_sequence_find(cache, caller, session_id, sequence_ids[marked], &session,
-                                   &sequence, error);
-        if (status != KVK_OK) {
-            break;
-        }
-        KVK_ASSERT(sequence != NULL);
-        if (sequence->marked) {
-            status = kvk_fail(error, KVK_INVALID, KVK_CAUSE_FIELD, "sequence_ids",
-                              "sequence_ids names a sequence twice");
-            break;
-        }
-        sequence->marked = true;
-    }
-    for (uint32_t i = 0; i < marked; i++) {
+    enum kvk_status status = close_mark(cache, caller, session_id, sequence_ids, count, error);
+    for (uint32_t i = 0; i < count && status == KVK_OK; i++) {
+        /* Doomed by us, so it is there. */
         struct kvk_sequence *sequence = kvk_table_get(&cache->sequence_table, sequence_ids[i]);
-        sequence->marked = false;
-        if (status == KVK_OK) {
-            kvk_sequence_end(cache, sequence, reply);
-            cache->stats.closes++;
-        }
+        kvk_sequence_end_drops(cache, sequence, reply);
+        cache->stats.closes++;
     }
     kvk_unlock(&cache->lock);
     return status;

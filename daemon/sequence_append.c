@@ -296,7 +296,7 @@ static enum kvk_status append_drops(struct kvk_cache *cache, struct kvk_sequence
     kvk_sequence_slide(cache, sequence, kvk_sequence_settled(sequence));
     kvk_sequence_busy_begin(sequence);
     status = grow_drops(cache, sequence, &growth, caller, error);
-    enum kvk_status ended = kvk_sequence_busy_end(cache, sequence, error);
+    enum kvk_status ended = kvk_sequence_busy_end_drops(cache, sequence, error);
     if (status != KVK_OK || ended != KVK_OK) {
         return ended != KVK_OK ? ended : status;
     }

@@ -214,8 +214,8 @@ static enum kvk_status commit_drops(struct kvk_cache *cache, struct kvk_sequence
     uint64_t settled_before = kvk_sequence_settled(sequence);
     kvk_sequence_busy_begin(sequence);
     status = kvk_sequence_checksum_drops(cache, sequence, settled, caller, error);
-    enum kvk_status ended = kvk_sequence_busy_end(cache, sequence, error);
-    if (status != KVK_OK || ended != KVK_OK) {
+    if (status != KVK_OK || kvk_sequence_is_lost(sequence)) {
+        enum kvk_status ended = kvk_sequence_busy_end_drops(cache, sequence, error);
         return ended != KVK_OK ? ended : status;
     }
     uint64_t freed = kvk_sequence_cut(cache, sequence, length);
@@ -223,11 +223,12 @@ static enum kvk_status commit_drops(struct kvk_cache *cache, struct kvk_sequence
     sequence->last = (struct kvk_last_change){
         .kind = KVK_CHANGE_COMMIT, .expected_length = expected_length, .argument = accept};
     struct kvk_settling settling = {0};
-    kvk_sequence_settle(cache, sequence, settled_before, &settling);
+    kvk_sequence_settle_drops(cache, sequence, settled_before, &settling);
     answer(sequence, reply, tables);
     reply->freed_blocks = freed;
+    status = kvk_sequence_applied_end_drops(cache, sequence, error);
     kvk_settling_finish_drops(cache, caller, &settling);
-    return KVK_OK;
+    return status;
 }
 
 enum kvk_status kvk_sequence_commit(struct kvk_cache *cache, const struct kvk_caller *caller,

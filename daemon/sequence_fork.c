@@ -1,8 +1,10 @@
 /*
  * Fork: new sequences that share every block, the unfilled tail too.
  *
- * Whoever writes to the tail first copies it (Append); so a fork costs references alone. The
- * children's memory is made without the lock, while the parent is busy and cannot change.
+ * Whoever writes to the tail first copies it (Append); so a fork costs references alone. While the
+ * parent is busy and cannot change, the children's memory is made without the lock, and they take
+ * their references in slices, busy too: nobody can use one, nor be answered with it, before all
+ * have everything.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -76,9 +78,8 @@ static enum kvk_status children_create_unlocked(struct forking *forking)
 }
 
 /* Everything that the parent knows; the references come after. */
-static void child_fill(const struct forking *forking, struct kvk_sequence *child, uint32_t number)
+static void child_fill(const struct kvk_sequence *parent, struct kvk_sequence *child)
 {
-    const struct kvk_sequence *parent = forking->parent;
     child->state = parent->state;
     child->home = parent->home;
     child->span_count = parent->span_count;
@@ -91,11 +92,10 @@ static void child_fill(const struct forking *forking, struct kvk_sequence *child
     memcpy(child->rank_sealed, parent->rank_sealed, sizeof(child->rank_sealed));
     child->whole_blocks = parent->whole_blocks;
     child->shared_tokens = parent->length;
-    child->fork_index = number;
-    child->request_id = *forking->request_id;
 }
 
-static void child_share(struct kvk_cache *cache, const struct kvk_sequence *parent,
+/* Its place in the chains, from which an invalidation takes it with the parent. */
+static void child_place(struct kvk_cache *cache, const struct kvk_sequence *parent,
                         struct kvk_sequence *child)
 {
     for (uint32_t g = 0; g < parent->space->group_count; g++) {
@@ -107,21 +107,48 @@ static void child_share(struct kvk_cache *cache, const struct kvk_sequence *pare
         table->detached = from->detached;
         table->window_block = from->window_block;
         table->keep_block = from->keep_block;
-        table->block_count = from->block_count;
-        for (uint32_t i = 0; i < from->block_count; i++) {
-            uint32_t block = from->blocks[i];
-            table->blocks[i] = KVK_BLOCK_NONE;
-            table->pins[i] = 0;
-            if (block == KVK_BLOCK_NONE) {
-                continue;
-            }
-            KVK_ASSERT(from->pins[i] != 0);
-            kvk_block_hold(cache, block, false);
-            kvk_block_pin(cache, block, (enum kvk_tier)(from->pins[i] - 1));
-            table->blocks[i] = block;
-            table->pins[i] = from->pins[i];
-        }
         kvk_sequence_move_cursor(cache, table, from->cursor);
+    }
+}
+
+/* The next block of the parent's table is the child's too. */
+static void child_share(struct kvk_cache *cache, const struct kvk_sequence_group *from,
+                        struct kvk_sequence_group *table)
+{
+    uint32_t i = table->block_count;
+    uint32_t block = from->blocks[i];
+    table->blocks[i] = KVK_BLOCK_NONE;
+    table->pins[i] = 0;
+    if (block != KVK_BLOCK_NONE) {
+        KVK_ASSERT(from->pins[i] != 0);
+        kvk_block_hold(cache, block, false);
+        kvk_block_pin(cache, block, (enum kvk_tier)(from->pins[i] - 1));
+        table->blocks[i] = block;
+        table->pins[i] = from->pins[i];
+    }
+    table->block_count = i + 1;
+}
+
+/* The instance ends, and with it all of them. */
+static bool is_over(const struct kvk_sequence *parent)
+{
+    return kvk_sequence_is_lost(parent) || parent->instance->ending;
+}
+
+/* Every reference, unless that is for nothing. */
+static void children_share_drops(struct forking *forking)
+{
+    const struct kvk_sequence *parent = forking->parent;
+    uint32_t work = 0;
+    for (uint32_t c = 0; c < forking->count; c++) {
+        for (uint32_t g = 0; g < parent->space->group_count; g++) {
+            const struct kvk_sequence_group *from = &parent->groups[g];
+            struct kvk_sequence_group *table = &forking->children[c]->groups[g];
+            while (table->block_count < from->block_count && !is_over(parent)) {
+                child_share(forking->cache, from, table);
+                (void)kvk_slice_drops(forking->cache, &work);
+            }
+        }
     }
 }
 
@@ -152,13 +179,34 @@ static enum kvk_status children_link(struct forking *forking)
     }
     for (uint32_t i = 0; i < forking->count; i++) {
         struct kvk_sequence *child = forking->children[i];
-        child_fill(forking, child, i + 1);
+        child_fill(parent, child);
         status = kvk_sequence_link(cache, child, parent->instance, parent->space, forking->error);
         KVK_ASSERT(status == KVK_OK);
-        child_share(cache, parent, child);
+        child_place(cache, parent, child);
+        kvk_sequence_busy_begin(child);
     }
-    parent->shared_tokens = parent->length;
     return KVK_OK;
+}
+
+/* They are there, all at once. */
+static void children_show(struct forking *forking)
+{
+    for (uint32_t i = 0; i < forking->count; i++) {
+        struct kvk_sequence *child = forking->children[i];
+        child->busy = false;
+        child->cut_wanted = false; /* nothing is granted that a rank could have left unwritten */
+        child->fork_index = i + 1;
+        child->request_id = *forking->request_id;
+    }
+    forking->parent->shared_tokens = forking->parent->length;
+}
+
+static void children_end_drops(struct forking *forking)
+{
+    for (uint32_t i = 0; i < forking->count; i++) {
+        kvk_sequence_end_drops(forking->cache, forking->children[i], NULL);
+        forking->children[i] = NULL;
+    }
 }
 
 /* ---- The call ---- */
@@ -187,11 +235,26 @@ static enum kvk_status fork_drops(struct forking *forking)
     kvk_unlock(&cache->lock);
     enum kvk_status status = children_create_unlocked(forking);
     kvk_lock(&cache->lock);
-    enum kvk_status ended = kvk_sequence_busy_end(cache, parent, forking->error);
-    if (ended != KVK_OK) {
-        return ended;
+    bool linked = false;
+    if (status == KVK_OK && !is_over(parent)) {
+        status = children_link(forking);
+        linked = status == KVK_OK;
     }
-    return status == KVK_OK ? children_link(forking) : status;
+    if (linked) {
+        children_share_drops(forking);
+    }
+    bool over = is_over(parent);
+    if (linked && over) {
+        children_end_drops(forking);
+    } else if (linked) {
+        children_show(forking);
+    }
+    enum kvk_status ended = kvk_sequence_busy_end_drops(cache, parent, forking->error);
+    if (ended == KVK_OK && over) { /* the parent's turn comes */
+        ended = kvk_fail(forking->error, KVK_ABORTED, KVK_CAUSE_SESSION_ENDED, "session_id",
+                         "the instance ended while the call ran");
+    }
+    return ended != KVK_OK ? ended : status;
 }
 
 static enum kvk_status fork_locked_drops(struct kvk_cache *cache, const struct kvk_caller *caller,
@@ -223,6 +286,11 @@ static enum kvk_status fork_locked_drops(struct kvk_cache *cache, const struct k
     status = check_fork(forking->parent, expected_length, error);
     if (status != KVK_OK) {
         return kvk_sequence_refused(cache, caller, forking->parent, status, error);
+    }
+    status =
+        kvk_slice_admit(cache, caller, forking->count * (kvk_sequence_blocks(forking->parent) + 1));
+    if (status != KVK_OK) {
+        return status;
     }
     status = fork_drops(forking);
     if (status != KVK_OK) {

@@ -3,8 +3,9 @@
  *
  * How a change runs, so that it is all or nothing and nothing is lost where the lock is dropped:
  * find and check; kvk_sequence_busy_begin(); do what may fail, giving up the lock as needed;
- * kvk_sequence_busy_end(), which says whether the sequence is still there; then apply, which cannot
- * fail. While it is busy only its own call changes a sequence.
+ * kvk_sequence_busy_end_drops(), which says whether the sequence is still there; then apply, which
+ * cannot fail. What is long is applied in slices before kvk_sequence_applied_end_drops(). While it
+ * is busy only its own call changes a sequence.
  *
  * Locking: everything here needs cache.lock, unless it says otherwise.
  */
@@ -56,9 +57,12 @@ KVK_CHECKED enum kvk_status kvk_sequence_link(struct kvk_cache *cache,
                                               struct kvk_sequence *sequence,
                                               struct kvk_instance *instance,
                                               struct kvk_space *space, struct kvk_error *error);
-/* Everything that it has goes back, and it is freed. `reply` (may be NULL) counts the blocks. */
-void kvk_sequence_end(struct kvk_cache *cache, struct kvk_sequence *sequence,
-                      struct kvk_close_reply *reply);
+/* Everything that it has goes back, in slices, and it is freed; nobody finds it meanwhile. `reply`
+ * (may be NULL) counts the blocks. */
+void kvk_sequence_end_drops(struct kvk_cache *cache, struct kvk_sequence *sequence,
+                            struct kvk_close_reply *reply);
+/* Nobody finds it from here on, and the caller ends it. */
+void kvk_sequence_doom(struct kvk_sequence *sequence);
 
 /* Take the lock and find, with room in `tables` (may be NULL) for `new_tokens` behind the sequence
  * or, with KVK_WHOLE_TABLE, for all its blocks. The lock is held afterwards in any case. */
@@ -83,10 +87,14 @@ enum kvk_status kvk_sequence_refused(struct kvk_cache *cache, const struct kvk_c
 
 void kvk_sequence_busy_begin(struct kvk_sequence *sequence);
 /* KVK_ABORTED: the sequence was abandoned meanwhile and is gone now, or a rank ended and it was cut
- * back to what is sealed: then the change is not to be applied. */
-KVK_CHECKED enum kvk_status kvk_sequence_busy_end(struct kvk_cache *cache,
-                                                  struct kvk_sequence *sequence,
-                                                  struct kvk_error *error);
+ * back to what is sealed: then the change is not to be applied. Drops the lock then alone. */
+KVK_CHECKED enum kvk_status kvk_sequence_busy_end_drops(struct kvk_cache *cache,
+                                                        struct kvk_sequence *sequence,
+                                                        struct kvk_error *error);
+/* The same behind a change that is applied already: a rank's end only cuts the sequence back. */
+KVK_CHECKED enum kvk_status kvk_sequence_applied_end_drops(struct kvk_cache *cache,
+                                                           struct kvk_sequence *sequence,
+                                                           struct kvk_error *error);
 /* Will it be? Then what the call took for it has to go back first. */
 static inline bool kvk_sequence_is_lost(const struct kvk_sequence *sequence)
 {
@@ -180,10 +188,10 @@ struct kvk_settling {
     uint32_t duplicate_count, duplicate_capacity;
 };
 
-/* Seal and index what is settled now, where `settled_before` tokens were, and move the windows on.
- * Cannot fail. */
-void kvk_sequence_settle(struct kvk_cache *cache, struct kvk_sequence *sequence,
-                         uint64_t settled_before, struct kvk_settling *settling);
+/* Seal and index what is settled now, where `settled_before` tokens were, and move the windows on;
+ * in slices, while the sequence is busy. Cannot fail. */
+void kvk_sequence_settle_drops(struct kvk_cache *cache, struct kvk_sequence *sequence,
+                               uint64_t settled_before, struct kvk_settling *settling);
 /* twins.c: compare the duplicates and give them back. Drops the lock where there are many bytes. */
 void kvk_settling_finish_drops(struct kvk_cache *cache, const struct kvk_caller *caller,
                                struct kvk_settling *settling);

@@ -624,7 +624,7 @@ static enum kvk_status open_run_drops(struct opening *opening)
     if (status == KVK_OK) {
         open_count(opening);
     } else {
-        kvk_sequence_end(opening->cache, sequence, NULL);
+        kvk_sequence_end_drops(opening->cache, sequence, NULL);
     }
     kvk_partial_return(opening->cache, &opening->sources);
     return status;

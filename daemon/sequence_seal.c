@@ -15,6 +15,7 @@
 #include "daemon/sidecar.h"
 
 #define CHECKSUM_BATCH 256 /* blocks */
+#define INDEX_WORK 4       /* what indexing a block costs in references taken */
 
 /* ---- Checksums ---- */
 
@@ -80,7 +81,11 @@ enum kvk_status kvk_sequence_checksum_drops(struct kvk_cache *cache, struct kvk_
 {
     KVK_ASSERT(sequence->busy);
     uint64_t end = settled / sequence->space->block_tokens;
-    bool is_small = unsealed_bytes(cache, sequence, end) <= KVK_INLINE_BYTES_MAX;
+    uint64_t work = end > sequence->whole_blocks
+                        ? (end - sequence->whole_blocks) * sequence->space->group_count * INDEX_WORK
+                        : 0;
+    bool is_small = unsealed_bytes(cache, sequence, end) <= KVK_INLINE_BYTES_MAX &&
+                    (caller->may_block || work < cache->slice_blocks);
     if (!is_small && !caller->may_block) {
         return KVK_WOULD_BLOCK;
     }
@@ -272,19 +277,22 @@ static void windows_move(struct kvk_cache *cache, struct kvk_sequence *sequence,
     }
 }
 
-void kvk_sequence_settle(struct kvk_cache *cache, struct kvk_sequence *sequence,
-                         uint64_t settled_before, struct kvk_settling *settling)
+void kvk_sequence_settle_drops(struct kvk_cache *cache, struct kvk_sequence *sequence,
+                               uint64_t settled_before, struct kvk_settling *settling)
 {
+    KVK_ASSERT(sequence->busy);
     const struct kvk_space *space = sequence->space;
     uint64_t settled = kvk_sequence_settled(sequence);
     uint64_t end = settled / space->block_tokens;
+    uint64_t first = sequence->whole_blocks;
+    uint32_t work = 0;
     if (settled <= settled_before) {
         return;
     }
     if (sequence->whole_blocks < end) {
         cache->stamp++;
     }
-    for (uint64_t i = sequence->whole_blocks; i < end; i++) {
+    for (uint64_t i = first; i < end; i++) {
         for (uint32_t g = 0; g < space->group_count; g++) {
             uint32_t id = sequence->groups[g].blocks[i];
             KVK_ASSERT(id != KVK_BLOCK_NONE);
@@ -294,11 +302,13 @@ void kvk_sequence_settle(struct kvk_cache *cache, struct kvk_sequence *sequence,
                 kvk_tenant_state_of(cache, space->tenant)->usage.sealed_blocks++;
             }
             index_block(cache, sequence, g, i, settling);
+            work += INDEX_WORK - 1;
         }
+        sequence->whole_blocks = i + 1;
+        (void)kvk_slice_drops(cache, &work);
     }
-    if (sequence->whole_blocks < end) {
-        kvk_mrc_sealed(cache, sequence, sequence->whole_blocks, end);
-        sequence->whole_blocks = end;
+    if (first < end) {
+        kvk_mrc_sealed(cache, sequence, first, end);
     }
     windows_move(cache, sequence, settled_before);
 }
@@ -389,22 +399,23 @@ static enum kvk_status seal_drops(struct kvk_cache *cache, const struct kvk_sess
     uint64_t settled_before = kvk_sequence_settled(sequence);
     kvk_sequence_busy_begin(sequence);
     status = kvk_sequence_checksum_drops(cache, sequence, settled, caller, error);
-    enum kvk_status ended = kvk_sequence_busy_end(cache, sequence, error);
-    if (status != KVK_OK || ended != KVK_OK) {
+    if (status != KVK_OK || kvk_sequence_is_lost(sequence)) {
+        enum kvk_status ended = kvk_sequence_busy_end_drops(cache, sequence, error);
         return ended != KVK_OK ? ended : status;
     }
     seal_apply(sequence, request, rank, sealed);
     ranks_note(sequence, kvk_clock_now(cache->clock));
     struct kvk_settling settling = {0};
-    kvk_sequence_settle(cache, sequence, settled_before, &settling);
+    kvk_sequence_settle_drops(cache, sequence, settled_before, &settling);
     cache->stats.seals++;
     *reply = (struct kvk_seal_reply){
         .sealed_tokens = sequence->sealed,
         .new_blocks = settling.new_blocks,
         .known_blocks = settling.known_blocks,
     };
+    status = kvk_sequence_applied_end_drops(cache, sequence, error);
     kvk_settling_finish_drops(cache, caller, &settling);
-    return KVK_OK;
+    return status;
 }
 
 enum kvk_status kvk_sequence_seal(struct kvk_cache *cache, const struct kvk_caller *caller,

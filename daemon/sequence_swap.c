@@ -327,7 +327,7 @@ static enum kvk_status swap_run_drops(struct kvk_cache *cache, struct kvk_sequen
         status = kvk_sequence_bring_drops(cache, sequence, tier, swap->list, swap->count, NULL,
                                           caller, error);
     }
-    enum kvk_status ended = kvk_sequence_busy_end(cache, sequence, error);
+    enum kvk_status ended = kvk_sequence_busy_end_drops(cache, sequence, error);
     if (ended != KVK_OK) {
         *gone = true;
         return ended;

@@ -1,7 +1,6 @@
 #include "daemon/session.h"
 
 #include <fcntl.h>
-#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
@@ -22,13 +21,6 @@ uint64_t kvk_cache_new_id(struct kvk_cache *cache)
         cache->next_id = 1;
     }
     return cache->next_id;
-}
-
-void kvk_session_yield_drops(struct kvk_cache *cache)
-{
-    kvk_unlock(&cache->lock);
-    (void)sched_yield();
-    kvk_lock(&cache->lock);
 }
 
 /* ---- Finding ---- */
@@ -406,24 +398,6 @@ void kvk_sessions_drain(struct kvk_cache *cache)
 
 /* ---- Ending ---- */
 
-static uint64_t sequence_blocks(const struct kvk_sequence *sequence)
-{
-    uint64_t blocks = 1;
-    for (uint32_t i = 0; i < sequence->space->group_count; i++) {
-        blocks += sequence->groups[i].block_count;
-    }
-    return blocks;
-}
-
-static uint64_t lease_blocks(const struct kvk_lease *lease)
-{
-    uint64_t blocks = 1;
-    for (uint32_t i = 0; i < lease->space->group_count; i++) {
-        blocks += lease->groups[i].block_count;
-    }
-    return blocks;
-}
-
 static struct kvk_sequence *first_not_doomed(const struct kvk_instance *instance)
 {
     struct kvk_sequence *sequence = instance->sequences;
@@ -433,10 +407,28 @@ static struct kvk_sequence *first_not_doomed(const struct kvk_instance *instance
     return sequence;
 }
 
-/* Give back all that the instance owns. Sequences that a call works on are ended by that call. */
+/* Likewise of those that a call gives back. */
+static struct kvk_lease *first_not_ending(const struct kvk_instance *instance)
+{
+    struct kvk_lease *lease = instance->leases;
+    while (lease != NULL && lease->ending) {
+        lease = lease->next;
+    }
+    return lease;
+}
+
+/* What a sequence or lease without many blocks costs is work, too. */
+static void end_slice_drops(struct kvk_cache *cache, uint64_t blocks, uint32_t *work)
+{
+    *work += blocks < cache->slice_blocks ? (uint32_t)blocks : 0; /* a longer one has paused */
+    (void)kvk_slice_drops(cache, work);
+}
+
+/* Give back all that the instance owns. Sequences that a call works on are ended by that call, and
+ * so are leases. */
 static void instance_end_drops(struct kvk_cache *cache, struct kvk_instance *instance)
 {
-    uint64_t blocks = 0;
+    uint32_t work = 0;
 
     KVK_ASSERT(!instance->ending);
     instance->ending = true;
@@ -445,19 +437,18 @@ static void instance_end_drops(struct kvk_cache *cache, struct kvk_instance *ins
             (unsigned long long)instance->id, instance->sequence_count, instance->lease_count);
     for (;;) {
         struct kvk_sequence *sequence = first_not_doomed(instance);
+        struct kvk_lease *lease = sequence == NULL ? first_not_ending(instance) : NULL;
+        uint64_t blocks;
         if (sequence != NULL) {
-            blocks += sequence_blocks(sequence);
-            kvk_sequence_abandon(cache, sequence);
-        } else if (instance->leases != NULL) {
-            blocks += lease_blocks(instance->leases);
-            kvk_lease_end(cache, instance->leases);
+            blocks = kvk_sequence_blocks(sequence);
+            kvk_sequence_abandon_drops(cache, sequence);
+        } else if (lease != NULL) {
+            blocks = kvk_lease_blocks(lease);
+            kvk_lease_end_drops(cache, lease);
         } else {
             break;
         }
-        if (blocks >= KVK_SESSION_SLICE_BLOCKS) {
-            blocks = 0;
-            kvk_session_yield_drops(cache);
-        }
+        end_slice_drops(cache, blocks, &work);
     }
     instance->ended = true;
     (void)pthread_cond_broadcast(&cache->changed);
@@ -496,7 +487,7 @@ static void rank_end_drops(struct kvk_cache *cache, struct kvk_instance *instanc
                            struct kvk_session *session)
 {
     uint32_t count = 0;
-    uint64_t blocks = 0;
+    uint32_t work = 0;
     uint64_t *ids = calloc(instance->sequence_count + 1u, sizeof(ids[0]));
 
     for (struct kvk_sequence *sequence = instance->sequences; sequence != NULL;) {
@@ -514,14 +505,11 @@ static void rank_end_drops(struct kvk_cache *cache, struct kvk_instance *instanc
         if (sequence == NULL || sequence->instance != instance) {
             continue;
         }
-        blocks += sequence_blocks(sequence);
+        uint64_t blocks = kvk_sequence_blocks(sequence);
+        work += blocks < cache->slice_blocks ? (uint32_t)blocks : cache->slice_blocks;
         kvk_sequence_rank_ended(cache, sequence, session);
-        if (blocks >= KVK_SESSION_SLICE_BLOCKS) {
-            blocks = 0;
-            kvk_session_yield_drops(cache);
-            if (session->instance != instance || instance->ending) {
-                break; /* it ended meanwhile, and with it all of them */
-            }
+        if (kvk_slice_drops(cache, &work) && (session->instance != instance || instance->ending)) {
+            break; /* it ended meanwhile, and with it all of them */
         }
     }
     free(ids);

@@ -55,7 +55,9 @@ void kvk_session_quarantine(struct kvk_cache *cache, struct kvk_session *session
     }
     session->quarantine[session->quarantine_count] = block;
     session->quarantine_count++;
-    cache->stats.quarantined_blocks++;
+    if ((kvk_index_block(cache->index, block)->flags & KVK_BLOCK_QUARANTINED) == 0) {
+        cache->stats.quarantined_blocks++; /* once, whoever else is waited for */
+    }
     kvk_block_set_quarantined(cache, block, true);
 }
 
@@ -129,21 +131,18 @@ static void unlink_session(struct kvk_cache *cache, struct kvk_session *session)
 
 static void leave_drops(struct kvk_cache *cache, struct kvk_session *session)
 {
-    uint32_t blocks = 0;
+    uint32_t work = 0;
 
     session->leaving = true;
     while (session->quarantine_count > 0 || session->transfers != NULL) {
         if (session->quarantine_count > 0) {
             quarantine_pop(cache, session);
-            blocks++;
         } else {
-            blocks += session->transfers->pin_count + 1;
+            work += session->transfers->pin_count;
             kvk_transfer_finish(cache, session->transfers);
         }
-        if (blocks >= KVK_SESSION_SLICE_BLOCKS) {
-            blocks = 0;
+        if (kvk_slice_drops(cache, &work)) {
             (void)pthread_cond_broadcast(&cache->changed);
-            kvk_session_yield_drops(cache);
         }
     }
     unlink_session(cache, session);

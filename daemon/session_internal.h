@@ -11,14 +11,8 @@
 
 #include "daemon/cache_internal.h"
 
-/* Blocks that are given back with the lock held in one go. */
-#define KVK_SESSION_SLICE_BLOCKS 512
-
 /* Mappings of one session, taken or waiting to be. */
 #define KVK_SESSION_MAPPINGS_MAX 1024
-
-/* Let others have the lock. */
-void kvk_session_yield_drops(struct kvk_cache *cache);
 
 /* session_gone.c: of a session whose stream has ended: leave it, or keep what its process may still
  * touch. Drops the lock; the session may be gone then. */

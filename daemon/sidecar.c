@@ -218,7 +218,6 @@ static uint32_t entry_make(struct kvk_cache *cache, struct kvk_group *group, uin
     struct said said;
     uint32_t number = said_of(cache, sidecar, id, &said) ? entry_take(sidecar) : UINT32_MAX;
     if (number == UINT32_MAX) {
-        cache->stats.unkept_blocks++;
         return number;
     }
     struct kvk_sidecar_entry *entry = kvk_sidecar_entry_at(sidecar, number);
@@ -274,10 +273,10 @@ static void words_claim(struct kvk_sidecar *sidecar, const struct kvk_block *blo
 
 static void entry_leave(struct kvk_cache *cache, struct kvk_sidecar *sidecar, uint32_t id)
 {
-    if (cache->records[id] != 0) {
+    if (kvk_sidecar_has_entry(cache, id)) {
         kvk_sidecar_entry_free(sidecar, cache->records[id] - 1);
-        cache->records[id] = 0;
     }
+    cache->records[id] = 0;
 }
 
 /* Its bytes are others than when the entry was written: it was hollow in between. */
@@ -310,13 +309,16 @@ void kvk_sidecar_block_changed(struct kvk_cache *cache, struct kvk_group *group,
         entry_leave(cache, sidecar, id);
         return;
     }
-    if (cache->records[id] == 0) {
+    if (!kvk_sidecar_has_entry(cache, id)) {
         uint32_t made = entry_make(cache, group, id, &sums);
-        cache->records[id] = made + 1; /* UINT32_MAX: none, 0 */
+        if (made == UINT32_MAX && cache->records[id] == 0) {
+            cache->stats.unkept_blocks++; /* once, however often it is tried again */
+        }
+        cache->records[id] = made == UINT32_MAX ? KVK_RECORD_UNKEPT : made + 1;
     } else if (in_memory) {
         entry_renew(group, block, cache->records[id] - 1, &sums);
     }
-    if (cache->records[id] != 0) {
+    if (kvk_sidecar_has_entry(cache, id)) {
         words_claim(sidecar, block, cache->records[id] - 1);
     }
 }
@@ -327,12 +329,15 @@ void kvk_sidecar_block_leaves(struct kvk_cache *cache, struct kvk_group *group, 
     if (sidecar != NULL) {
         words_unclaim(sidecar, kvk_index_block(cache->index, id));
         entry_leave(cache, sidecar, id);
-    } else if (group->sidecar != NULL && group->sidecar->bound != NULL && cache->records[id] != 0) {
+    } else if (group->sidecar != NULL && group->sidecar->bound != NULL &&
+               kvk_sidecar_has_entry(cache, id)) {
         /* While it is being restored: its entry is given back when that settles. */
         uint32_t number = cache->records[id] - 1;
         group->sidecar->bound[number / 64] &= ~(UINT64_C(1) << (number % 64));
         group->sidecar->used_count--;
         cache->records[id] = 0;
+    } else if (cache->records != NULL && cache->records[id] == KVK_RECORD_UNKEPT) {
+        cache->records[id] = 0; /* the number's next block is another */
     }
 }
 
@@ -430,7 +435,7 @@ void kvk_sidecar_sync_slice(struct kvk_cache *cache, uint32_t count)
         if (group->sidecar == NULL) {
             continue;
         }
-        if (cache->records[id] != 0) {
+        if (kvk_sidecar_has_entry(cache, id)) {
             use_write(block, wall_s, policy_ns,
                       kvk_sidecar_entry_at(group->sidecar, cache->records[id] - 1));
         } else if (is_worth_another_try(cache, group, id, block)) {

@@ -121,6 +121,12 @@ static inline bool kvk_word_is_sealed(const struct kvk_sidecar *sidecar, enum kv
     return word == kvk_word_sealed(sidecar, tier, slot, kvk_word_entry(word));
 }
 
+/* Where its group has a sidecar. */
+static inline bool kvk_sidecar_has_entry(const struct kvk_cache *cache, uint32_t block)
+{
+    return cache->records[block] != 0 && cache->records[block] != KVK_RECORD_UNKEPT;
+}
+
 static inline struct kvk_sidecar_entry *kvk_sidecar_entry_at(const struct kvk_sidecar *sidecar,
                                                              uint32_t entry)
 {

@@ -360,7 +360,7 @@ void kvk_sidecar_check(const struct kvk_cache *cache, const struct kvk_group *gr
         if (block->state == KVK_BLOCK_FREE || block->arena != group->number) {
             continue;
         }
-        if (cache->records[id] != 0) {
+        if (kvk_sidecar_has_entry(cache, id)) {
             entry_check(cache, group, id);
             used++;
         }

@@ -105,6 +105,8 @@ struct sim {
     struct kvk_tables tables;
     /* what happened, so that a run that tests nothing is seen */
     uint64_t hits, partial_hits, hit_tokens, refusals, reads, swaps, nested, copy_failures, ended;
+    uint64_t pauses;
+    bool closing; /* the world ends: nothing comes in between any more */
     /* the disk below, and what lasts; NULL: none */
     struct faulty_disk faulty;
     struct kvk_catalogue *catalogue;
@@ -451,6 +453,25 @@ static void block_verify(uint32_t space, uint64_t session_id, uint64_t sequence_
     }
     sim.reads++;
     kvk_read_end(sim.cache, &handle);
+}
+
+/* ---- Spaces ---- */
+
+static struct kvk_geometry geometry(uint32_t ranks, uint32_t window, uint32_t sinks)
+{
+    return (struct kvk_geometry){.layers = 1,
+                                 .kv_heads = ranks,
+                                 .head_size_k = 2,
+                                 .head_size_v = 2,
+                                 .block_tokens = BLOCK_TOKENS,
+                                 .format_k = KVK_FORMAT_FP32,
+                                 .format_v = KVK_FORMAT_FP32,
+                                 .layout = KVK_LAYOUT_HEADS_FIRST,
+                                 .attention = KVK_ATTENTION_SELF,
+                                 .tensor_shards = ranks,
+                                 .pipeline_shards = 1,
+                                 .window = window,
+                                 .sinks = sinks};
 }
 
 #endif

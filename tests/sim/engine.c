@@ -2,16 +2,17 @@
  * The simulation: the real engine, the CPU device, a clock that is moved by hand, one seed.
  *
  * Random requests of several tenants, instances and ranks run against tiny pools. Wherever the
- * engine drops its lock to copy, other random requests run before the copy is made, on the same
- * thread: interleavings happen exactly there, and a seed replays them. Copies fail, clocks jump,
- * clients end in the middle of anything. After every event all laws are checked, and what the
- * engine answers is held against a plain model: what each sequence holds, and which prefixes
- * were ever sealed. Every K/V byte follows from the tokens before it, so a byte that is another
- * sequence's, another tenant's or an older one is found when it is read.
+ * engine drops its lock, to copy or between slices of long work, other random requests run before
+ * it goes on, on the same thread: interleavings happen exactly there, and a seed replays them.
+ * Copies fail, clocks jump, clients end in the middle of anything. After every event all laws are
+ * checked, and what the engine answers is held against a plain model: what each sequence holds, and
+ * which prefixes were ever sealed. Every K/V byte follows from the tokens before it, so a byte that
+ * is another sequence's, another tenant's or an older one is found when it is read.
  *
  *     test_sim_engine [--seeds N] [--first N] [--events N]
  */
 #include <getopt.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -315,8 +316,10 @@ static void event_fork(void)
         place = sequence_free();
         if (place == NULL) {
             struct kvk_close_reply closed;
-            SIM_ASSERT(went_well(kvk_sequence_close(sim.cache, caller_of(space), session_id,
-                                                    &ids[f], 1, &closed, &error)));
+            struct kvk_caller patient = *caller_of(space);
+            patient.may_block = true;
+            SIM_ASSERT(went_well(
+                kvk_sequence_close(sim.cache, &patient, session_id, &ids[f], 1, &closed, &error)));
             continue;
         }
         *place = *sequence;
@@ -649,6 +652,16 @@ static void between(void *context)
     sim.depth--;
 }
 
+/* The engine's pause between slices of long work, where there are no threads: the same. */
+int sched_yield(void)
+{
+    if (sim.cache != NULL && !sim.closing && kvk_locks_held() == 0) {
+        sim.pauses++;
+        between(NULL);
+    }
+    return 0;
+}
+
 /* ================= a seed ================= */
 
 static struct kvk_device *device_open(void)
@@ -688,23 +701,6 @@ static void disk_end(void)
     if (sim.faulty.disk != NULL) {
         faulty_finish(&sim.faulty);
     }
-}
-
-static struct kvk_geometry geometry(uint32_t ranks, uint32_t window, uint32_t sinks)
-{
-    return (struct kvk_geometry){.layers = 1,
-                                 .kv_heads = ranks,
-                                 .head_size_k = 2,
-                                 .head_size_v = 2,
-                                 .block_tokens = BLOCK_TOKENS,
-                                 .format_k = KVK_FORMAT_FP32,
-                                 .format_v = KVK_FORMAT_FP32,
-                                 .layout = KVK_LAYOUT_HEADS_FIRST,
-                                 .attention = KVK_ATTENTION_SELF,
-                                 .tensor_shards = ranks,
-                                 .pipeline_shards = 1,
-                                 .window = window,
-                                 .sinks = sinks};
 }
 
 static void config_make(void)
@@ -791,6 +787,10 @@ static void world_open(uint64_t seed)
     }
     kvk_disk_tidy_unlocked(sim.cache);
     spaces_open();
+    if (chance(0.7)) { /* else no call is long enough for a pause */
+        const struct kvk_test_control control = {.slice_blocks = 1 + pick(8)};
+        SIM_ASSERT(kvk_cache_test_control(sim.cache, &control, &error) == KVK_OK);
+    }
     kvk_mover_test_hook(sim.cache->mover, between, NULL);
     kvk_disk_test_hook(sim.cache, between, NULL);
 }
@@ -800,6 +800,7 @@ static void world_close(void)
 {
     kvk_mover_test_hook(sim.cache->mover, NULL, NULL);
     kvk_disk_test_hook(sim.cache, NULL, NULL);
+    sim.closing = true;
     for (uint32_t i = 0; i < INSTANCES; i++) {
         for (uint32_t r = 0; r < RANKS_MAX && sim.instances[i].open; r++) {
             if (sim.instances[i].sessions[r] != 0) {
@@ -837,7 +838,8 @@ static void seed_run(uint64_t seed, uint64_t events)
     while (sim.done < events) {
         event_run();
     }
-    printf("seed %llu: device %llu, host %llu bytes, %s: %llu events (%llu in between), %llu hits "
+    printf("seed %llu: device %llu, host %llu bytes, %s: %llu events (%llu in between, %llu "
+           "pauses), %llu hits "
            "(%llu in part, %llu given up), "
            "%llu reads, %llu swaps, %llu refusals, %llu ends, %llu faults, disk %llu bytes%s, "
            "%llu written, %llu restored (%llu widened), %llu faults, host %llu narrowed, "
@@ -845,8 +847,8 @@ static void seed_run(uint64_t seed, uint64_t events)
            (unsigned long long)seed, (unsigned long long)sim.config.device_bytes,
            (unsigned long long)sim.config.host_bytes,
            sim.config.policy == KVK_EVICT_LRU ? "lru" : "rp-cost", (unsigned long long)sim.done,
-           (unsigned long long)sim.nested, (unsigned long long)sim.hits,
-           (unsigned long long)sim.partial_hits,
+           (unsigned long long)sim.nested, (unsigned long long)sim.pauses,
+           (unsigned long long)sim.hits, (unsigned long long)sim.partial_hits,
            (unsigned long long)sim.cache->stats.partial_given_up, (unsigned long long)sim.reads,
            (unsigned long long)sim.swaps, (unsigned long long)sim.refusals,
            (unsigned long long)sim.ended, (unsigned long long)sim.copy_failures,
