@@ -1,5 +1,6 @@
 #include "base/socket_path.h"
 
+#include <errno.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -39,27 +40,41 @@ void kvk_socket_path_daemon(char path[KVK_SOCKET_PATH_SIZE])
     }
 }
 
-static bool socket_is_there(const char *path, bool anybody_may_write)
+/* Sets `hidden` where the folder does not let us look. */
+static bool socket_is_there(const char *path, bool anybody_may_write, bool *hidden)
 {
     struct stat status;
 
-    if (lstat(path, &status) != 0 || !S_ISSOCK(status.st_mode)) {
+    if (lstat(path, &status) != 0) {
+        *hidden = errno == EACCES;
         return false;
     }
-    return !anybody_may_write || status.st_uid == geteuid() || status.st_uid == 0;
+    *hidden = false;
+    return S_ISSOCK(status.st_mode) &&
+           (!anybody_may_write || status.st_uid == geteuid() || status.st_uid == 0);
 }
 
 void kvk_socket_path_client(char path[KVK_SOCKET_PATH_SIZE])
 {
+    uint32_t closed = PLACE_COUNT; /* the first place where one may be that we do not see */
+
     for (uint32_t place = 0; place < PLACE_COUNT; place++) {
         const char *folder = place_folder(place);
+        bool hidden = false;
         if (folder == NULL) {
             continue;
         }
         (void)snprintf(path, KVK_SOCKET_PATH_SIZE, "%s" SOCKET_NAME, folder);
-        if (socket_is_there(path, place == PLACE_TMP)) {
+        if (socket_is_there(path, place == PLACE_TMP, &hidden)) {
             return;
         }
+        if (hidden && closed == PLACE_COUNT) {
+            closed = place;
+        }
     }
-    kvk_socket_path_daemon(path);
+    if (closed == PLACE_COUNT) {
+        kvk_socket_path_daemon(path);
+    } else {
+        (void)snprintf(path, KVK_SOCKET_PATH_SIZE, "%s" SOCKET_NAME, place_folder(closed));
+    }
 }

@@ -18,8 +18,8 @@
 
 void kvk_socket_path_daemon(char path[KVK_SOCKET_PATH_SIZE]);
 
-/* Where there is no socket at all, the path that the daemon would take, for the error that follows.
- */
+/* Where there is no socket at all, the path for the error that follows: in the folder that does not
+ * let us look, else the one that the daemon would take. */
 void kvk_socket_path_client(char path[KVK_SOCKET_PATH_SIZE]);
 
 #endif

@@ -6,9 +6,11 @@ import multiprocessing
 import os
 import pathlib
 import pickle
+import stat
 import sys
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -98,6 +100,30 @@ def test_the_environment_says_what_the_call_does_not(start, monkeypatch):
         kvkeep.connect("localhost:1")
     with pytest.raises(ValueError, match="host:port or unix:path"):
         kvkeep.connect("localhost")
+
+
+def test_the_first_socket_that_is_there_is_taken(monkeypatch, tmp_path):
+    """In /tmp only one's own or root's; where none is seen, the one in a folder that hides it."""
+    def seen(sockets):
+        def lstat(path):
+            owner = sockets.get(path, FileNotFoundError(path))
+            if isinstance(owner, OSError):
+                raise owner
+            return types.SimpleNamespace(st_mode=stat.S_IFSOCK | 0o660, st_uid=owner)
+        monkeypatch.setattr(os, "lstat", lstat)
+        return kvkeep.client.default_target()
+
+    monkeypatch.delenv("KVKEEP_TARGET", raising=False)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    service, loose = "/run/kvkeep/kvkeep.sock", "/tmp/kvkeep.sock"
+    assert seen({service: 101, loose: 0}) == "unix:" + service
+    assert seen({loose: 0}) == seen({loose: os.geteuid()}) == "unix:" + loose
+    assert seen({loose: os.geteuid() + 1}) != "unix:" + loose
+    assert seen({service: PermissionError(service)}) == "unix:" + service
+    assert seen({service: PermissionError(service), loose: 0}) == "unix:" + loose
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert seen({service: PermissionError(service)}) == "unix:" + service
+    assert seen({str(tmp_path / "kvkeep.sock"): 5, service: 101}) == f"unix:{tmp_path}/kvkeep.sock"
 
 
 def test_server_info(client):

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pathlib
 import random
+import stat
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -105,12 +106,25 @@ class Lookup:
 
 def default_target() -> str:
     """The daemon's own default: KVKEEP_TARGET, else the first socket that is there of
-    $XDG_RUNTIME_DIR, /run/kvkeep and /tmp."""
+    $XDG_RUNTIME_DIR, /run/kvkeep and /tmp; in /tmp, where anybody can put one, only one's own or
+    root's. Without any, the first that may be in a folder which does not let one look."""
     if os.environ.get("KVKEEP_TARGET"):
         return os.environ["KVKEEP_TARGET"]
     folders = [os.environ.get("XDG_RUNTIME_DIR"), "/run/kvkeep", "/tmp"]
     paths = [os.path.join(folder, "kvkeep.sock") for folder in folders if folder]
-    return "unix:" + next((path for path in paths if os.path.exists(path)), paths[0])
+    hidden = []
+    for path in paths:
+        try:
+            status = os.lstat(path)
+        except PermissionError:
+            hidden.append(path)
+            continue
+        except OSError:
+            continue
+        if stat.S_ISSOCK(status.st_mode) and (path != "/tmp/kvkeep.sock"
+                                              or status.st_uid in (os.geteuid(), 0)):
+            return "unix:" + path
+    return "unix:" + (hidden or paths)[0]
 
 
 def default_tls() -> Tls | None:
