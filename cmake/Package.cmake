@@ -16,6 +16,8 @@ install(TARGETS kvkeep LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(FILES client/kvkeep.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/kvkeep/client)
 install(FILES base/geometry.h base/format.h base/status.h base/slab_table.h
         DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/kvkeep/base)
+# From where the file lies, for a package may be made for another prefix than this build's.
+file(RELATIVE_PATH prefix_from_pc ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig ${CMAKE_INSTALL_PREFIX})
 configure_file(deploy/package/libkvkeep.pc.in libkvkeep.pc @ONLY)
 install(FILES ${CMAKE_BINARY_DIR}/libkvkeep.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 
@@ -57,8 +59,8 @@ set(CPACK_PACKAGE_CONTACT "the kvkeep developers <kvkeep@localhost>")
 set(CPACK_PACKAGE_DESCRIPTION_SUMMARY "KV cache of large language models outside the workers")
 set(CPACK_PACKAGE_DESCRIPTION
 "kvkeepd keeps the KV cache of inference workers in tiers of memory and
- disk, shares prefixes within each tenant, brings preempted sequences
- back, and survives restarts.")
+disk, shares prefixes within each tenant, brings preempted sequences
+back, and survives restarts.")
 set(CPACK_PACKAGING_INSTALL_PREFIX /usr)
 set(CPACK_SET_DESTDIR OFF)
 set(CPACK_STRIP_FILES ON)

@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
 # Install the Debian packages that building and running need, where they are missing; with --test
-# also those that only the tests use. Quiet where there is nothing to do.
+# also those that only the tests use, with --package those that cpack calls. Quiet where there is
+# nothing to do.
 #
-#     deploy/packages.sh [--test] [--print]      --print: say which, one a line, and install nothing
+#     deploy/packages.sh [--test] [--package] [--print]
+#
+# --print says which, one a line, and installs nothing.
 set -euo pipefail
 
 # g++ is nvcc's, where there is a CUDA toolkit, and the tests'.
@@ -15,14 +18,16 @@ packages=(
 )
 test_packages=(libcriterion-dev spin gdb fio clang clang-format clang-tidy python3 python3-venv
     chromium redis-server redis-tools git openssl iproute2 curl procps)
+package_packages=(dpkg-dev file)
 
 print=no
 for option in "$@"; do
     case "$option" in
     --test) packages+=("${test_packages[@]}") ;;
+    --package) packages+=("${package_packages[@]}") ;;
     --print) print=yes ;;
     *)
-        echo "usage: deploy/packages.sh [--test] [--print]" >&2
+        echo "usage: deploy/packages.sh [--test] [--package] [--print]" >&2
         exit 2
         ;;
     esac

@@ -11,9 +11,9 @@ if [[ $(id -u) -ne 0 ]]; then
     echo "tests/package/run.sh installs a package: run it as root" >&2
     exit 2
 fi
-deploy/packages.sh
+deploy/packages.sh --package
 apt-get -qq install -y --no-install-recommends \
-    dpkg-dev file man-db bash-completion lintian >/dev/null
+    man-db bash-completion lintian curl procps >/dev/null
 
 say() {
     printf '== %s\n' "$*"
