@@ -444,6 +444,92 @@ def test_what_was_prefilled_elsewhere_is_waited_for(start, tiny):
     assert second.match(Ask("e", prompt, awaited=999)) == 24  # nor more than there is
 
 
+class Windowed(Tiny):
+    """Lets go of what its windows do not see: block 0 stands in its place, and holds nothing."""
+
+    NULL_BLOCK = 0
+
+    def drop(self, ask, count):
+        assert 0 not in self.tables[ask.name]
+        self.tables[ask.name][:count] = [0] * count
+
+
+@pytest.fixture
+def windowed(start):
+    engines = []
+
+    def begin(daemon, **settings):
+        engines.append(Windowed(daemon.target, **settings))
+        engines[-1].free.remove(0)
+        return engines[-1]
+
+    yield begin
+    for engine in engines:
+        engine.close()
+
+
+def test_what_an_engine_has_let_go_of_is_not_saved(start, windowed, tiny):
+    """It had the prefix in its own cache, but for what no query sees; the daemon did not. Once such
+    blocks were saved, shorter prompts hit them."""
+    daemon = start(TIERS.format(1024))
+    engine, prompt = windowed(daemon), words(1, 24)
+    ask = Ask("a", prompt)
+    assert engine.match(ask, local=12) == 0
+    engine.admit(ask, 0, local=12)
+    engine.drop(ask, 1)
+    ask.computed = 12
+    engine.step([(ask, 12)])
+    ask.tokens.append(3)
+    assert not engine.scheduler.finished("a", 24, engine.tables["a"])
+    engine.settle()
+    assert engine.scheduler.counted()["saved_tokens"] == 0
+    assert tiny(daemon).match(Ask("b", prompt)) == 0
+
+
+def test_nothing_is_loaded_where_an_engine_keeps_no_block(start, windowed, tiny):
+    daemon = start(TIERS.format(1024))
+    engine, prompt = windowed(daemon), words(1, 24)
+    engine.free.remove(63)  # numpy's block -1
+    tiny(daemon).run(Ask("a", prompt))
+    for broken in (False, True):
+        ask = Ask("b", prompt)
+        while engine.match(ask) != 23:
+            engine.scheduler.finished("b", 0, [])
+        engine.tables["b"] = [0, 0] + [engine.free.pop() for _ in range(4)]
+        engine.scheduler.allocated("b", engine.tables["b"], 23)
+        for worker in engine.workers if broken else ():
+            worker._copy = None  # fails
+        engine.received.pop("b", None)
+        wait(lambda: engine.step() and engine.received.get("b", 0) == RANKS)
+        assert not any(memory[[0, 63]].any() for rank in engine.memories for memory in rank)
+        if broken:
+            assert engine.failed == set(engine.tables["b"][2:4])
+            return
+        for position in range(12, 23):
+            block = engine.tables["b"][position // ENGINE_BLOCK]
+            for rank in range(RANKS):
+                for layer, view in enumerate(engine.layers[rank]):
+                    assert (view.keys[block, :, position % ENGINE_BLOCK] ==
+                            engine.value(position, prompt[position], layer, rank)).all()
+        engine.scheduler.finished("b", 0, engine.tables["b"])
+
+
+def test_saves_end_before_windows_let_go(start, windowed):
+    """Where saves are late, each step first waits for those of before: it may give their blocks to
+    others. And a preempted request's blocks are not read once it has lost them."""
+    daemon = start(TIERS.format(1024))
+    engine = windowed(daemon)
+    ask = Ask("a", words(1, 30))
+    engine.prefill(ask)
+    engine.step([(ask, 10)], reporting=[1])
+    assert engine.step([(ask, 10)], reporting=[1]).preempted == []
+    model = engine.scheduler._model
+    engine.scheduler._model = dataclasses.replace(model, late_saves=True)
+    assert engine.scheduler.step({}, (), list).preempted == ["a"]
+    engine.scheduler._tracked["a"].bound = 24
+    assert not engine.scheduler.step({}, ["a"], list).early_saves
+
+
 def test_a_rank_that_cannot_load_or_save_is_believed(start, tiny):
     engine = tiny(start(TIERS.format(1024)))
     prompt = words(1, 24)

@@ -54,6 +54,7 @@ class Tiny:
 
     ORDERS = (ORDER_TRANSPOSED, ORDER_PLAIN)
     LATE_SAVES = False
+    NULL_BLOCK = None
 
     def __init__(self, target, blocks=64, block_tokens=BLOCK, **settings):
         waits = {"lookup_wait_ms": 10_000, "start_wait_ms": 10_000}
@@ -65,7 +66,7 @@ class Tiny:
         self.scheduler = SchedulerSide(self.settings)
         self.workers = [self.make_worker(rank) for rank in range(RANKS)]
         self.scheduler.start(Model(FACTS, (group(),), block_tokens, ENGINE_BLOCK, RANKS,
-                                   late_saves=self.LATE_SAVES))
+                                   late_saves=self.LATE_SAVES, null_block=self.NULL_BLOCK))
         self.free = list(range(blocks))
         self.tables = {}
         self.received = {}

@@ -1,7 +1,7 @@
 """kvkeep.vllm in vLLM's other modes: little memory, ranks as processes, caches kept raw."""
 
 import pytest
-from conftest import Engine, differ, make_model, same, settings, tokens
+from conftest import Daemon, Engine, differ, make_model, same, settings, tokens
 from test_engines import drop, eventually, settled, whole
 
 
@@ -77,3 +77,32 @@ def test_other_weights_of_one_name_do_not_share(daemon, room, engine):
         assert outputs[-1]["cached"] == [0]
         settled(one)
     assert differ(*outputs) > 0.05
+
+
+def test_windows_in_all_layers(tmp_path, room, engine):
+    """vLLM has let go of what the window does not see, and has the rest in its own cache; the
+    daemon has lost everything. What is not there must not be saved: shorter prompts would see
+    it."""
+    daemon = Daemon(tmp_path / "d")
+    model = make_model(room / "windows", architectures=["MistralForCausalLM"],
+                       model_type="mistral", sliding_window=256)
+    how = {"max_num_batched_tokens": 512}
+    one, plain = engine(model, settings(daemon), **how), engine(model, None, **how)
+    prompt = tokens(700, 1500)
+    same(one.generate(prompt), plain.generate(prompt))
+    assert settled(one)["saved_tokens"] >= whole(1500) - 32
+    drop(one)
+    warm = one.generate(prompt[:1200])
+    same(warm, plain.generate(prompt[:1200]))
+    assert warm["cached"] == [whole(1200)]
+    one.generate(prompt)
+    settled(one)
+    daemon.kill()
+    daemon.start()
+    eventually(lambda: one.ask("counts")["connected"])
+    assert one.generate(prompt)["cached"][0] > 1024  # its own
+    settled(one)
+    drop(one)
+    for length in (300, 500, 900):
+        same(one.generate(prompt[:length]), plain.generate(prompt[:length]))
+    daemon.stop()

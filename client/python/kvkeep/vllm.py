@@ -19,11 +19,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1, KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorRole,
     KVConnectorWorkerMetadata)
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics, KVConnectorStats)
+from vllm.v1.kv_cache_interface import (FullAttentionSpec, MLAAttentionSpec,
+                                        SinkFullAttentionSpec)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvkeep import vllm_identity as naming
@@ -48,6 +51,8 @@ if TYPE_CHECKING:
 __all__ = ["KvkeepConnector"]
 
 logger = logging.getLogger("vllm.kvkeep")
+KEEPING = (FullAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec)  # and not their heirs
+NULL_BLOCK = 0  # vLLM's pool takes its first block for that
 
 register()  # where this module was named by its path: MultiConnector looks its children up by name
 
@@ -230,7 +235,15 @@ class KvkeepConnector(KVConnectorBase_V1):
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         if len(self._shapes) == ranks and not self.scheduler.started:
             shapes = [self._shapes[rank] for rank in sorted(self._shapes)]
-            self.scheduler.start(make_model(self._vllm_config, self.settings, shapes), wait)
+            self.scheduler.start(make_model(self._vllm_config, self.settings, shapes,
+                                            self._null_block()), wait)
+
+    def _null_block(self) -> int | None:
+        """Of a group that lets go of blocks while their request runs: any but full attention's."""
+        (group,) = self._kv_cache_config.kv_cache_groups
+        spec = group.kv_cache_spec
+        layers = getattr(spec, "kv_cache_specs", {"": spec}).values()
+        return None if all(type(layer) in KEEPING for layer in layers) else NULL_BLOCK
 
     @_timed
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int
@@ -345,12 +358,13 @@ class KvkeepConnector(KVConnectorBase_V1):
         return naming.digest(*parts)
 
     def _layout_name(self, layers: list[tuple[str, torch.Tensor]]) -> str:
-        """What decides how raw bytes are to be read: the kernel's choice, and the shapes."""
+        """What decides how raw bytes are to be read: the kernel's choice, in this version of vLLM,
+        and the shapes."""
         context = self._vllm_config.compilation_config.static_forward_context
-        return naming.canonical([
+        return naming.canonical([vllm.__version__, *(
             [list(tensor.shape[1:]), str(tensor.dtype), str(getattr(context.get(name), "isa", "")),
              type(getattr(context.get(name), "impl", None)).__name__]
-            for name, tensor in layers])
+            for name, tensor in layers)])
 
 
 def _dtype(tensor: torch.Tensor) -> str:

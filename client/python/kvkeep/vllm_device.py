@@ -27,7 +27,7 @@ import torch
 from kvkeep.errors import Code, KvkeepError
 from kvkeep.memory import SlotMemory
 from kvkeep.vllm_blocks import ORDER_SIDE_BY_SIDE, steps
-from kvkeep.vllm_orders import Copy
+from kvkeep.vllm_orders import NO_BLOCK, Copy
 
 __all__ = ["CudaStreams", "DeviceCache", "Lane", "PagedGroup", "PagedPart", "Streams",
            "paged_group", "raw_group", "side_view"]
@@ -363,6 +363,7 @@ class Lane:
                                         np.full(last - first, i - at), numbers - base], axis=1))
             table = np.concatenate(tokens)
             engine = np.asarray(copy.engine_blocks)
+            table = table[engine[table[:, 0] // ratio - copy.first_engine_block] != NO_BLOCK]
             numbers, inner = np.divmod(table[:, 0], ratio)
             blocks = engine[numbers - copy.first_engine_block] * ratio + inner
             yield _Piece(tuple(slots), tier, *(torch.from_numpy(np.ascontiguousarray(column))

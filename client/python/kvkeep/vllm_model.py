@@ -86,7 +86,8 @@ def grouped(shapes: tuple[LayerShape, ...]) -> list[list[int]]:
     return list(groups.values())
 
 
-def make_model(config: "VllmConfig", settings: Settings, shapes: list[RankShape]) -> Model:
+def make_model(config: "VllmConfig", settings: Settings, shapes: list[RankShape],
+               null_block: int | None = None) -> Model:
     shape = shapes[0]
     if any(other != shape for other in shapes):
         raise ValueError("kvkeep.vllm: the ranks' caches differ in shape or scales")
@@ -104,7 +105,8 @@ def make_model(config: "VllmConfig", settings: Settings, shapes: list[RankShape]
     return Model(
         facts=_facts(config, settings, shape), groups=groups, block_tokens=block_tokens,
         engine_block_tokens=shape.block_tokens, ranks=ranks, prefill_cost=_prefill_cost(config),
-        late_saves=shape.late_saves, drafts=config.speculative_config is not None)
+        late_saves=shape.late_saves, drafts=config.speculative_config is not None,
+        null_block=null_block)
 
 
 def _group(shape: RankShape, members: list[int], ranks: int, total: int) -> LayerGroup:

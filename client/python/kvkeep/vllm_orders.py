@@ -10,7 +10,11 @@ from typing import Any
 from kvkeep.client import Space
 from kvkeep.errors import Code, KvkeepError
 
-__all__ = ["Copy", "Endpoint", "LayerShape", "Orders", "RankShape", "Report", "Settings"]
+__all__ = ["NO_BLOCK", "Copy", "Endpoint", "LayerShape", "Orders", "RankShape", "Report",
+           "Settings"]
+
+
+NO_BLOCK = -1  # in place of an engine's block that it does without: nothing is loaded there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +126,7 @@ class Orders:
     saves: list[Copy] = dataclasses.field(default_factory=list)          # after this step's forward
     early_saves: list[Copy] = dataclasses.field(default_factory=list)    # before: of the preempted
     releases: list[str] = dataclasses.field(default_factory=list)        # nothing is saved of these
-    preempted: list[str] = dataclasses.field(default_factory=list)       # their blocks go to others
+    preempted: list[str] = dataclasses.field(default_factory=list)  # others may get their blocks
     idle: bool = False              # nothing is computed: what is asked for or loaded is waited for
 
 

@@ -29,7 +29,7 @@ from kvkeep.session import Lease, Sequence, Session
 from kvkeep.shapes import (ContentSpan, Identity, LayerGroup, Placement, PrefillCost, Prompt,
                            Tier)
 from kvkeep.vllm_identity import Adapter, Adapters, Facts, canonical, digest
-from kvkeep.vllm_orders import Copy, Endpoint, Orders, Report, Settings
+from kvkeep.vllm_orders import NO_BLOCK, Copy, Endpoint, Orders, Report, Settings
 
 __all__ = ["Counts", "Model", "Request", "SchedulerSide", "State"]
 
@@ -54,6 +54,9 @@ class Model:
     prefill_cost: PrefillCost = PrefillCost()
     late_saves: bool = False  # a save may end steps after it was ordered
     drafts: bool = False  # vLLM may count tokens as computed that it takes back
+    # Where all layers have windows, vLLM gives blocks that no query will see to others while their
+    # request runs, and has this one in their place. None: it keeps all.
+    null_block: int | None = None
 
     def identity(self, adapter: Adapter | None) -> Identity:
         """With the geometry in it: engines that cut blocks or heads otherwise have spaces of their
@@ -359,6 +362,9 @@ class SchedulerSide:
             orders.preempted = list(preempted)
             for request_id in orders.preempted:
                 self._preempt(orders, request_id)
+            if self._frees() and self._model is not None and self._model.late_saves:
+                orders.preempted += {order.tracked.key for order in self._orders.values()
+                                     if not order.load}
             for request_id, count in scheduled.items():
                 tracked = self._tracked.get(request_id)
                 if tracked is not None:
@@ -393,8 +399,22 @@ class SchedulerSide:
         tracked.bound = whole
         tracked.engine_blocks = list(blocks_of(tracked.key))
         self._grow(tracked, whole)
-        if placed > tracked.ordered:
+        if placed > tracked.ordered and self._has_bytes(tracked, placed):
             orders.saves.append(self._order_save(tracked, placed, last=False))
+
+    def _frees(self) -> bool:
+        """May vLLM give blocks of a running request to others?"""
+        return self._model is not None and self._model.null_block is not None
+
+    def _has_bytes(self, tracked: _Tracked, end: int) -> bool:
+        """Are there bytes for what would be saved? Where vLLM has let go of a block, the chain ends
+        before it, and nothing behind it could be found: no more of the request is saved."""
+        assert self._model is not None
+        size = self._model.engine_block_tokens
+        blocks = tracked.engine_blocks[tracked.ordered // size:-(-end // size)]
+        if self._frees() and self._model.null_block in blocks:
+            tracked.may_save = False
+        return tracked.may_save
 
     def _order_save(self, tracked: _Tracked, end: int, last: bool) -> Copy:
         copy = self._order(tracked, tracked.ordered, end, load=False, last=last)
@@ -407,12 +427,15 @@ class SchedulerSide:
         size, engine_size = tracked.space.block_tokens, self._model.engine_block_tokens
         first_block, end_block = first // size, -(-end // size)
         first_engine, end_engine = first // engine_size, -(-end // engine_size)
+        engine_blocks = tuple(NO_BLOCK if self._frees() and block == self._model.null_block
+                              else block for block in
+                              tracked.engine_blocks[first_engine:end_engine])
         self._order_count += 1
         tracked.orders += 1
         self._orders[self._order_count] = _Order(tracked, first, end, load, self._ranks())
         return Copy(tracked.key, self._order_count, tracked.epoch, tracked.space, first, end,
                     first_block, tuple(tracked.rows[first_block:end_block]), first_engine,
-                    tuple(tracked.engine_blocks[first_engine:end_engine]), last)
+                    engine_blocks, last)
 
     def _ranks(self) -> int:
         assert self._model is not None
@@ -437,8 +460,9 @@ class SchedulerSide:
         tracked = self._tracked.get(request_id)
         if tracked is None or tracked.over:
             return
+        # Where vLLM frees by windows, the blocks that are known here may be others' by now.
         if isinstance(tracked.holder, Sequence) and tracked.state is State.OPEN \
-                and tracked.may_save:
+                and tracked.may_save and not self._frees():
             end = min(tracked.bound, self._covered(tracked))
             if end > tracked.ordered:
                 orders.early_saves.append(self._order_save(tracked, end, last=False))
@@ -496,7 +520,7 @@ class SchedulerSide:
         if end < tracked.bound and tracked.grows and time.monotonic() < tracked.finish_by:
             self._grow(tracked, tracked.bound)  # where none is under way
             return False
-        if end > tracked.ordered and tracked.may_save:
+        if end > tracked.ordered and tracked.may_save and self._has_bytes(tracked, end):
             orders.saves.append(self._order_save(tracked, end, last=True))
         elif self._saves_read(tracked):
             tracked.held = True

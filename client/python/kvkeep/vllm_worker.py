@@ -28,7 +28,7 @@ from kvkeep.memory import SlotMemory
 from kvkeep.session import Session
 from kvkeep.shapes import Tier
 from kvkeep.vllm_blocks import EngineLayer, pieces
-from kvkeep.vllm_orders import Copy, Endpoint, Orders, Report, Settings
+from kvkeep.vllm_orders import NO_BLOCK, Copy, Endpoint, Orders, Report, Settings
 
 if TYPE_CHECKING:
     from kvkeep.vllm_device import DeviceCache, Lane
@@ -256,7 +256,8 @@ class WorkerSide:
     def _engine_blocks(self, copy: Copy) -> Iterable[int]:
         first = copy.first // self._engine_block_tokens
         end = -(-copy.end // self._engine_block_tokens)
-        return copy.engine_blocks[first - copy.first_engine_block:end - copy.first_engine_block]
+        blocks = copy.engine_blocks[first - copy.first_engine_block:end - copy.first_engine_block]
+        return [block for block in blocks if block != NO_BLOCK]
 
     def _copy(self, link: _Link, copy: Copy, load: bool, lane: "Lane | None", after: Any) -> None:
         if lane is not None:
@@ -276,11 +277,13 @@ class WorkerSide:
     def _copy_group(self, link: _Link, copy: Copy, group: int, load: bool) -> None:
         for piece in pieces(copy.first, copy.end, copy.space.block_tokens,
                             self._engine_block_tokens):
+            engine_block = copy.engine_blocks[piece.engine_block - copy.first_engine_block]
+            if engine_block == NO_BLOCK:
+                continue
             tier, slot, generation = copy.rows[piece.block - copy.first_block]
             memory = link.memory(copy.space, tier, group)
             keys, values = memory.array(slot)
             assert values is not None  # latent caches are kept raw
-            engine_block = copy.engine_blocks[piece.engine_block - copy.first_engine_block]
             for i, layer in enumerate(self._groups[group]):
                 if load:
                     layer.load(engine_block, piece, _bits(keys[i]), _bits(values[i]))
@@ -293,10 +296,12 @@ class WorkerSide:
         first = copy.first // copy.space.block_tokens
         end = -(-copy.end // copy.space.block_tokens)
         for block in range(first, end):
+            engine_block = copy.engine_blocks[block - copy.first_engine_block]
+            if engine_block == NO_BLOCK:
+                continue
             tier, slot, generation = copy.rows[block - copy.first_block]
             memory = link.memory(copy.space, tier, 0)
             place = memory.slot(slot)
-            engine_block = copy.engine_blocks[block - copy.first_engine_block]
             at = 0
             for layer in self._raw:
                 size = layer.shape[1]
