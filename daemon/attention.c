@@ -507,7 +507,7 @@ static enum kvk_status compute(struct kvk_attention_plan *plan, struct kvk_error
     for (uint32_t i = 0; status == KVK_OK && i < plan->request->item_count; i++) {
         item_finish(plan, &work, i);
     }
-    kvk_attention_bring_finish(&work.brought);
+    kvk_attention_bring_finish(plan->cache, &work.brought);
     work_finish(&work);
     return status;
 }

@@ -1,11 +1,12 @@
 /*
  * Blocks of host memory brought to the device for one call: the call's layer of each, side by side
- * in a region of its own that goes when the call ends. Blocks that several items see go once.
+ * in a workspace that is the call's own until it ends. Blocks that several items see go once.
  */
 #include <stdlib.h>
 
 #include "base/assert.h"
 #include "daemon/attention_internal.h"
+#include "daemon/attention_workspace.h"
 
 /* The layer's K and V in a block's shard, as one run. */
 static uint64_t layer_bytes(const struct kvk_attention_plan *plan)
@@ -70,7 +71,7 @@ static enum kvk_status copies_make(const struct kvk_attention_plan *plan,
                 brought->pages[place] = brought->pages[first];
                 continue;
             }
-            uint8_t *target = kvk_region_at(&brought->region, *copy_count * bytes);
+            uint8_t *target = kvk_region_at(&brought->workspace->region, *copy_count * bytes);
             if (target == NULL) {
                 return KVK_EXHAUSTED;
             }
@@ -95,29 +96,25 @@ enum kvk_status kvk_attention_bring(const struct kvk_attention_plan *plan,
     brought->pages = calloc(plan->page_count, sizeof(*brought->pages));
     enum kvk_status status = copies != NULL && brought->pages != NULL ? KVK_OK : KVK_EXHAUSTED;
     if (status == KVK_OK) {
-        status = device->ops->alloc(device, total, layer_bytes(plan), "attention", &brought->region,
-                                    error);
+        status = kvk_workspace_take_unlocked(plan->cache, total, &brought->workspace, error);
     }
     if (status == KVK_OK) {
-        status = device->ops->back(device, &brought->region, 0, total, error);
-        if (status == KVK_OK) {
-            status = copies_make(plan, brought, copies, &copy_count);
-        }
-        if (status == KVK_OK) {
-            status = kvk_mover_copy(plan->cache->mover, device, copies, copy_count, error);
-        }
+        status = copies_make(plan, brought, copies, &copy_count);
+    }
+    if (status == KVK_OK) {
+        status = kvk_mover_copy(plan->cache->mover, device, copies, copy_count, error);
     }
     free(copies);
     if (status != KVK_OK) {
-        kvk_attention_bring_finish(brought);
+        kvk_attention_bring_finish(plan->cache, brought);
     }
     return status;
 }
 
-void kvk_attention_bring_finish(struct kvk_attention_brought *brought)
+void kvk_attention_bring_finish(struct kvk_cache *cache, struct kvk_attention_brought *brought)
 {
-    if (brought->region.size_bytes > 0) {
-        brought->device->ops->free(brought->device, &brought->region);
+    if (brought->workspace != NULL) {
+        kvk_workspace_give_unlocked(cache, brought->workspace);
     }
     free((void *)brought->pages);
     *brought = (struct kvk_attention_brought){.device = NULL};

@@ -61,7 +61,7 @@ KVK_CHECKED enum kvk_status kvk_attention_choose_group(struct kvk_attention_plan
 /* Blocks of the host tier in memory of the device, for one call. */
 struct kvk_attention_brought {
     struct kvk_device *device; /* NULL: nothing was brought in */
-    struct kvk_region region;
+    struct kvk_workspace *workspace;
     const void **pages; /* [page_count]: where the layer of the page's block begins; NULL: it is not
                            in the host tier. Ours */
 };
@@ -72,7 +72,7 @@ uint64_t kvk_attention_bring_bytes(const struct kvk_attention_plan *plan);
 KVK_CHECKED enum kvk_status kvk_attention_bring(const struct kvk_attention_plan *plan,
                                                 struct kvk_attention_brought *brought,
                                                 struct kvk_error *error);
-void kvk_attention_bring_finish(struct kvk_attention_brought *brought);
+void kvk_attention_bring_finish(struct kvk_cache *cache, struct kvk_attention_brought *brought);
 
 /* The space of an item's sequence or lease; with the lock held. */
 KVK_CHECKED enum kvk_status kvk_attention_space(struct kvk_attention_plan *plan, uint32_t item,

@@ -330,6 +330,7 @@ void kvk_cache_destroy(struct kvk_cache *cache)
     if (cache->mover != NULL) { /* made last: all else is there too */
         kvk_usage_save(cache);
         kvk_sessions_end_all_unlocked(cache);
+        kvk_workspaces_finish(cache);
         kvk_public_withdraw_all_unlocked(cache);
         blocks_forget(cache);
         kvk_space_destroy_all(cache);
@@ -352,7 +353,7 @@ uint64_t kvk_cache_metadata_bytes(const struct kvk_cache *cache)
 uint64_t kvk_cache_workspace_bytes(const struct kvk_cache *cache)
 {
     const struct kvk_table_entry *entry;
-    uint64_t bytes = 0;
+    uint64_t bytes = kvk_workspace_bytes(cache);
     size_t place = 0;
     while ((entry = kvk_table_next(&cache->session_table, &place)) != NULL) {
         const struct kvk_session *session = (const struct kvk_session *)entry->value;
@@ -525,6 +526,7 @@ void kvk_cache_maintain(struct kvk_cache *cache)
     if (!cache->threads) {
         (void)kvk_disk_round_drops(cache);
     }
+    kvk_workspaces_maintain_drops(cache);
     kvk_public_maintain_drops(cache);
     kvk_persist_maintain_drops(cache);
     gap_note(cache);

@@ -511,8 +511,13 @@ static inline enum kvk_status kvk_slice_admit(const struct kvk_cache *cache,
 
 /* Memory of the engine's own tables: index, tokens, policy, journal, curves. O(1), or nearly. */
 uint64_t kvk_cache_metadata_bytes(const struct kvk_cache *cache);
-/* Memory that workers have for operands of attention; it counts in no tier. Walks the sessions. */
+/* Memory that workers have for operands of attention, and what attention has on the device for
+ * blocks that it brings there; it counts in no tier. Walks the sessions. */
 uint64_t kvk_cache_workspace_bytes(const struct kvk_cache *cache);
+/* attention_workspace.c: the latter; what of it stands idle goes; all of it, without the lock. */
+uint64_t kvk_workspace_bytes(const struct kvk_cache *cache);
+void kvk_workspaces_maintain_drops(struct kvk_cache *cache);
+void kvk_workspaces_finish(struct kvk_cache *cache);
 /* Time in all in which the daemon itself stood still (stopped, or the machine slept), what is not
  * noted yet included: lease time is the clock's less this. */
 uint64_t kvk_cache_stood_still(const struct kvk_cache *cache, uint64_t now_ns);

@@ -486,15 +486,26 @@ struct kvk_cache_stats {
     uint64_t lookup_ns, saved_ns; /* what look-ups cost against what hits saved (estimate) */
 };
 
+/* Memory of the device for what one attention brings there: attention_workspace.h. */
+struct kvk_workspace {
+    struct kvk_region
+        region;          /* the device's, ours; whoever has taken it uses it without the lock */
+    uint64_t size_bytes; /* counted; 0: it has no memory */
+    bool taken;
+    uint64_t used_ns; /* when it was given back */
+};
+#define KVK_WORKSPACE_COUNT 8
+
 /* What attention was measured at, and what was chosen last for blocks of the host tier. */
 struct kvk_attention_state {
+    struct kvk_workspace workspaces[KVK_WORKSPACE_COUNT];
     _Atomic uint64_t host_rate; /* bytes per second; 0: not known. Without the lock, as the next */
     _Atomic uint64_t device_rate;
     _Atomic uint32_t host_calls; /* under way */
     struct kvk_attention_choice last;
 };
 
-/* The most that one call brings to the device, beside the tier: room that no pool counts. */
+/* The most that calls bring to the device, all together, beside the tier. */
 #define KVK_ATTENTION_BRING_BYTES_MAX (UINT64_C(256) << 20)
 
 /* In cache.records: there was no place for it, and it is counted. */

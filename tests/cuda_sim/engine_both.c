@@ -115,3 +115,54 @@ Test(engine_gpu, what_fails_on_it_is_told, .timeout = 60)
     stage_close(&stage, id);
     stage_stop(&stage);
 }
+
+/* ---- What attention brings to it ---- */
+
+/* The mover learns its rate from large jobs; the others are as the choice shall fall. */
+static void bring_in_is_quicker(struct stage *stage)
+{
+    const uint64_t size_bytes = UINT64_C(16) << 20;
+    struct kvk_cache *cache = stage->house.cache;
+    uint8_t *memory = calloc(2, size_bytes);
+    const struct kvk_copy copy = {
+        .target = memory, .source = memory + size_bytes, .size_bytes = size_bytes};
+    cr_assert_not_null(memory);
+    if (kvk_mover_rate(cache->mover) == 0) {
+        STAGE_OK(stage, kvk_mover_copy(cache->mover, cache->tiers[KVK_TIER_HOST].device, &copy, 1,
+                                       &stage->house.error));
+    }
+    free(memory);
+    cache->attention.host_rate = 1;
+    cache->attention.device_rate = UINT64_C(1) << 40;
+}
+
+Test(engine_gpu, attention_frees_no_memory_of_it_from_call_to_call, .timeout = 60)
+{
+    struct stage stage;
+    uint32_t tokens[20];
+    struct kvk_swap_reply swapped;
+    struct kvk_geometry geometry = house_geometry();
+    house_init(&stage.house);
+    stage.house.config.device_kind = KVK_DEVICE_CUDA;
+    stage_start_on(&stage, &geometry, 8, 8, simulated());
+    house_tokens(tokens, 20, 1);
+    uint64_t id = stage_open(&stage, tokens, 20).sequence_id;
+    write_values(&stage, id, 0, 20);
+    house_seal(&stage.house, stage.session, id, 20);
+    STAGE_OK(&stage, stage_try_swap_out(&stage, id, &swapped));
+    bring_in_is_quicker(&stage);
+    expect_attends(&stage, id, 19, 0);
+    uint64_t frees = kvk_sim_call_count("cudaFree");
+    uint64_t allocations = kvk_sim_call_count("cudaMalloc");
+    for (uint64_t position = 19; position > 9; position--) {
+        bring_in_is_quicker(&stage);
+        expect_attends(&stage, id, position, 0);
+    }
+    cr_expect_eq(stage_stats(&stage).attended_brought_in, 11);
+    cr_expect_eq(kvk_sim_call_count("cudaFree"), frees);
+    cr_expect_eq(kvk_sim_call_count("cudaMalloc"), allocations);
+    cr_expect_eq(kvk_sim_race_count(), 0);
+    stage_close(&stage, id);
+    stage_stop(&stage);
+    cr_expect_eq(kvk_sim_device_bytes(), 0);
+}

@@ -3,6 +3,7 @@
 
 #include <stdio.h>
 
+#include "daemon/attention_workspace.h"
 #include "tests/engine_ask.h"
 #include "tests/engine_house.h"
 
@@ -157,6 +158,194 @@ Test(engine_attention_place, the_engine_follows, .timeout = 60)
     cr_expect_eq(ask.request.choice.place, KVK_ATTENTION_IN_PLACE);
     cr_expect_eq(house.cache->stats.attended_in_place, 3);
     ask_finish(&ask);
+    house_stop(&house);
+}
+
+/* ---- Its workspace ---- */
+
+/* The device's own operations, counted; or none at all, so that sizes cost nothing. */
+static struct {
+    const struct kvk_device_ops *own;
+    struct kvk_device_ops ops;
+    uint32_t allocs, frees;
+    bool refuses;
+} counted;
+
+static enum kvk_status alloc_counted(struct kvk_device *device, uint64_t size_bytes,
+                                     uint64_t piece_bytes, const char *name,
+                                     struct kvk_region *region, struct kvk_error *error)
+{
+    counted.allocs++;
+    return counted.own->alloc(device, size_bytes, piece_bytes, name, region, error);
+}
+
+static void free_counted(struct kvk_device *device, struct kvk_region *region)
+{
+    counted.frees++;
+    counted.own->free(device, region);
+}
+
+static enum kvk_status alloc_nothing(struct kvk_device *device, uint64_t size_bytes,
+                                     uint64_t piece_bytes, const char *name,
+                                     struct kvk_region *region, struct kvk_error *error)
+{
+    (void)device;
+    (void)piece_bytes;
+    (void)name;
+    if (counted.refuses) {
+        return kvk_fail(error, KVK_EXHAUSTED, KVK_CAUSE_NONE, "", "the device is full");
+    }
+    counted.allocs++;
+    region->size_bytes = size_bytes;
+    return KVK_OK;
+}
+
+static enum kvk_status back_nothing(struct kvk_device *device, struct kvk_region *region,
+                                    uint64_t offset, uint64_t size_bytes, struct kvk_error *error)
+{
+    (void)device;
+    (void)region;
+    (void)offset;
+    (void)size_bytes;
+    (void)error;
+    return KVK_OK;
+}
+
+static void free_nothing(struct kvk_device *device, struct kvk_region *region)
+{
+    (void)device;
+    counted.frees++;
+    region->size_bytes = 0;
+}
+
+static void count_begin(struct house *house)
+{
+    struct kvk_device *device = house->cache->tiers[KVK_TIER_DEVICE].device;
+    memset(&counted, 0, sizeof(counted));
+    counted.own = device->ops;
+    counted.ops = *device->ops;
+    counted.ops.alloc = alloc_counted;
+    counted.ops.free = free_counted;
+    device->ops = &counted.ops;
+}
+
+static void count_end(struct house *house)
+{
+    house->cache->tiers[KVK_TIER_DEVICE].device->ops = counted.own;
+}
+
+static uint64_t workspace_bytes(struct house *house)
+{
+    kvk_lock(&house->cache->lock);
+    uint64_t bytes = kvk_cache_workspace_bytes(house->cache);
+    kvk_unlock(&house->cache->lock);
+    return bytes;
+}
+
+static void pass(struct house *house, uint64_t seconds)
+{
+    uint64_t now = kvk_clock_now(&house->manual.clock);
+    kvk_clock_manual_set(&house->manual, now + seconds * KVK_NS_PER_SECOND);
+    kvk_cache_maintain(house->cache);
+}
+
+Test(engine_attention_place, what_is_brought_in_has_its_memory_from_call_to_call, .timeout = 60)
+{
+    struct house house;
+    uint32_t tokens[50];
+    const struct kvk_geometry geometry = house_geometry();
+    struct ask ask;
+
+    house_init(&house);
+    house.config.device_kind = KVK_DEVICE_CUDA;
+    house_start(&house, &(struct house_options){
+                            .device_bytes = 1 << 20, .host_bytes = 1 << 20, .manual_clock = true});
+    uint64_t space_id = house_space_of(&house, &house.caller, "model", &geometry, 1);
+    uint64_t session_id = house_session(&house);
+    house_tokens(tokens, 50, 5);
+    uint64_t id = sequence_make(&house, session_id, space_id, tokens, 50);
+    swap_out(&house, session_id, id);
+    measure_link(&house);
+    ask_init(&ask, session_id, &geometry, 4);
+    (void)ask_add(&ask, id, tokens, 50, 49, 2);
+    count_begin(&house);
+    for (uint32_t i = 0; i < 6; i++) {
+        ask.request.layer = i % 2;
+        set_rates(&house, 1);
+        ask_right(&house, &ask, "brought in");
+        cr_expect_eq(ask.request.choice.place, KVK_ATTENTION_BROUGHT_IN);
+    }
+    cr_expect_eq(counted.allocs, 1);
+    cr_expect_eq(counted.frees, 0);
+    cr_expect_eq(workspace_bytes(&house), UINT64_C(2) << 20);
+    pass(&house, 9);
+    cr_expect_eq(counted.frees, 0, "it may be wanted again");
+    pass(&house, 2);
+    cr_expect_eq(counted.frees, 1);
+    cr_expect_eq(workspace_bytes(&house), 0);
+    set_rates(&house, 1);
+    ask_right(&house, &ask, "anew");
+    cr_expect_eq(counted.allocs, 2);
+    kvk_mover_test_fail_next(house.cache->mover);
+    set_rates(&house, 1);
+    ask_right(&house, &ask, "in place after all");
+    cr_expect_eq(ask.request.choice.place, KVK_ATTENTION_IN_PLACE);
+    set_rates(&house, 1);
+    ask_right(&house, &ask, "brought in again");
+    cr_expect_eq(ask.request.choice.place, KVK_ATTENTION_BROUGHT_IN);
+    cr_expect_eq(counted.allocs, 2, "a call that fails gives it back");
+    count_end(&house);
+    ask_finish(&ask);
+    house_stop(&house); /* with all of the device's memory given back */
+}
+
+static enum kvk_status take(struct house *house, uint64_t mebibytes, struct kvk_workspace **taken)
+{
+    return kvk_workspace_take_unlocked(house->cache, mebibytes << 20, taken, &house->error);
+}
+
+Test(engine_attention_place, workspaces_are_bounded_all_together)
+{
+    struct house house;
+    struct kvk_workspace *a;
+    struct kvk_workspace *b;
+    struct kvk_workspace *c;
+
+    house_init(&house);
+    house.config.device_kind = KVK_DEVICE_CUDA;
+    house_start(&house, &(struct house_options){
+                            .device_bytes = 1 << 20, .host_bytes = 1 << 20, .manual_clock = true});
+    count_begin(&house);
+    counted.ops.alloc = alloc_nothing;
+    counted.ops.back = back_nothing;
+    counted.ops.free = free_nothing;
+    cr_expect_eq(take(&house, 257, &a), KVK_EXHAUSTED);
+    cr_assert_eq(take(&house, 100, &a), KVK_OK);
+    cr_assert_eq(take(&house, 100, &b), KVK_OK);
+    cr_expect_neq(a, b, "each call has its own");
+    cr_expect_eq(workspace_bytes(&house), UINT64_C(256) << 20);
+    cr_expect_eq(take(&house, 1, &c), KVK_EXHAUSTED, "all of it is in use");
+    kvk_workspace_give_unlocked(house.cache, a);
+    cr_assert_eq(take(&house, 1, &c), KVK_OK);
+    cr_expect_eq(c, a, "what is there is used");
+    cr_expect_eq(counted.allocs, 2);
+    kvk_workspace_give_unlocked(house.cache, b);
+    kvk_workspace_give_unlocked(house.cache, c);
+    cr_assert_eq(take(&house, 200, &a), KVK_OK, "what stands idle makes room");
+    cr_expect_eq(counted.frees, 2);
+    cr_expect_eq(workspace_bytes(&house), UINT64_C(256) << 20);
+    kvk_workspace_give_unlocked(house.cache, a);
+    pass(&house, 11);
+    cr_expect_eq(workspace_bytes(&house), 0);
+    counted.refuses = true;
+    cr_expect_eq(take(&house, 1, &a), KVK_EXHAUSTED);
+    cr_expect_eq(workspace_bytes(&house), 0, "what could not be had does not count");
+    counted.refuses = false;
+    cr_assert_eq(take(&house, 1, &a), KVK_OK);
+    kvk_workspace_give_unlocked(house.cache, a);
+    pass(&house, 11);
+    cr_expect_eq(counted.allocs, counted.frees);
+    count_end(&house);
     house_stop(&house);
 }
 
