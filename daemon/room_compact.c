@@ -156,8 +156,8 @@ static bool sums_match(const struct compaction *job, const struct shift *shift)
 }
 
 /* The block is in its new slot now, unless somebody pinned it meanwhile or the bytes are not what
- * was sealed: whoever reads it next is told so. */
-static void shift_end(struct compaction *job, const struct shift *shift, bool copied)
+ * was sealed: whoever reads it next is told so. Is it? */
+static bool shift_end(struct compaction *job, const struct shift *shift, bool copied)
 {
     struct kvk_cache *cache = job->cache;
     struct kvk_block *block = kvk_index_block(cache->index, shift->block);
@@ -176,14 +176,14 @@ static void shift_end(struct compaction *job, const struct shift *shift, bool co
     KVK_ASSERT(cache->passing_holds > 0);
     cache->passing_holds--;
     kvk_block_release(cache, shift->block, false);
+    return moves;
 }
 
 static void shifts_end(struct compaction *job, bool copied)
 {
     for (uint32_t i = 0; i < job->shift_count; i++) {
-        shift_end(job, &job->shifts[i], copied);
+        job->cache->stats.shifted_blocks += shift_end(job, &job->shifts[i], copied) ? 1 : 0;
     }
-    job->cache->stats.shifted_blocks += job->shift_count;
     pthread_cond_broadcast(&job->cache->changed);
 }
 

@@ -130,6 +130,33 @@ Test(engine_compact, a_slab_is_emptied_and_what_it_held_stays)
     house_stop(&house);
 }
 
+Test(engine_compact, what_cannot_be_copied_has_not_moved)
+{
+    struct house house;
+    house_init(&house);
+    const struct house_options options = {.host_bytes = BLOCKS * BLOCK_BYTES};
+    house_start(&house, &options);
+    uint64_t session_id = house_session(&house);
+    const struct kvk_geometry geometry = geometry_of(BLOCK_BYTES);
+    uint64_t space_id = house_space_of(&house, &house.caller, "deep", &geometry, 1);
+    fill(&house, session_id, space_id);
+    kvk_mover_test_fail_next(house.cache->mover);
+    kvk_lock(&house.cache->lock);
+    const struct kvk_space *space = kvk_table_get(&house.cache->space_table, space_id);
+    cr_assert_neq(
+        kvk_room_compact_drops(house.cache, space->groups[0], KVK_TIER_HOST, 0, &house.error),
+        KVK_OK);
+    cr_assert_eq(house.cache->stats.copy_failures, 1);
+    cr_assert_eq(house.cache->stats.shifted_blocks, 0);
+    kvk_unlock(&house.cache->lock);
+    kvk_cache_check(house.cache);
+    for (uint32_t chain = 0; chain < 8; chain++) {
+        verify(&house, session_id, space_id, chain, 20);
+    }
+    kvk_session_end(house.cache, session_id);
+    house_stop(&house);
+}
+
 /* A pinned block stays where it is, and so does its slab; nothing is lost by trying. */
 Test(engine_compact, what_is_pinned_stays)
 {
