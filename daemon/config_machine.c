@@ -5,7 +5,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/bytes.h"
 #include "daemon/devices.h"
+#include "daemon/fleet.h"
 
 /* A file that is named, and has to be read. */
 static uint32_t check_file(const char *field, const char *path, FILE *file)
@@ -39,6 +41,20 @@ static uint32_t check_parent(const char *field, const char *path, FILE *file)
     return 1;
 }
 
+/* The fleet's key: read as the daemon reads it, for one that others may read is refused. */
+static uint32_t check_key(const char *path, FILE *file)
+{
+    struct kvk_error error;
+    uint8_t key[KVK_FLEET_KEY_SIZE];
+    enum kvk_status status = kvk_fleet_key_read(path, "remote.key_file", key, &error);
+    kvk_secret_wipe(key, sizeof(key));
+    if (status == KVK_OK) {
+        return 0;
+    }
+    (void)fprintf(file, "on this machine: %s\n", error.text);
+    return 1;
+}
+
 uint32_t kvk_config_machine_print(const struct kvk_config *config, FILE *file)
 {
     struct kvk_error error;
@@ -52,7 +68,7 @@ uint32_t kvk_config_machine_print(const struct kvk_config *config, FILE *file)
     count += check_file("tls.key", config->tls_key, file);
     count += check_file("tls.client_ca", config->tls_client_ca, file);
     if (config->remote.seeds[0] != '\0') {
-        count += check_file("remote.key_file", config->remote.key_file, file);
+        count += check_key(config->remote.key_file, file);
         count += check_file("remote.password_file", config->remote.password_file, file);
         count += check_file("remote.tls_ca_file", config->remote.tls_ca_file, file);
         count += check_file("remote.tls_certificate", config->remote.tls_certificate, file);

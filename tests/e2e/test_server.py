@@ -260,6 +260,16 @@ def test_what_is_not_on_this_machine_is_told_at_once(folder):
     assert result.returncode == 0, result.stderr
     told = [line.split(": ")[1] for line in result.stdout.splitlines()[1:]]
     assert told == ["durable.folder", "tls.certificate", "remote.key_file"], result.stdout
+    # A key that is there, and that the daemon would not take.
+    key = os.path.join(folder, "none.key")
+    with open(key, "w", encoding="utf-8") as file:
+        file.write(bytes(range(32)).hex())
+    os.chmod(key, 0o644)
+    result, _ = run("--config", path, "--check-config")
+    assert f"remote.key_file: {key} may be read by others" in result.stdout, result.stdout
+    os.chmod(key, 0o600)
+    result, _ = run("--config", path, "--check-config")
+    assert "remote.key_file" not in result.stdout, result.stdout
     result, _ = run("--socket", os.path.join(folder, "s" * (103 - len(folder) - 1)),
                     "--check-config")
     assert result.returncode == 2 and "1 to 102 bytes" in result.stderr

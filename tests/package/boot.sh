@@ -59,6 +59,8 @@ cleanup() {
     [[ $keep == yes ]] || rm -rf "$work"
 }
 trap cleanup EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
 
 nspawn=(systemd-nspawn --quiet --register=no --keep-unit --resolv-conf=copy-host --console=pipe
     --system-call-filter=@memlock)

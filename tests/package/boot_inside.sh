@@ -11,6 +11,11 @@ fail() {
     journalctl -u kvkeepd --no-pager -o cat -n 30 >&2 || true
     exit 1
 }
+# says PATTERN COMMAND…: it ends well, and the pattern is in what it prints.
+says() {
+    local text
+    text=$("${@:2}") && grep -q "$1" <<<"$text"
+}
 # expect WHAT FOUND WANTED
 expect() {
     [[ "$2" == "$3" ]] || fail "$1: $2, not $3"
@@ -56,6 +61,10 @@ warm() {
     expect "$how: blocks" "$(blocks)" "$before"
 }
 
+# as USER COMMAND…
+as() {
+    setpriv --reuid="$1" --regid="$1" --init-groups "${@:2}"
+}
 quietly() {
     "$@" >/root/log 2>&1 || fail "$*: $(cat /root/log)"
 }
@@ -68,14 +77,17 @@ for file in /usr/share/bash-completion/completions/kvkeepctl /usr/share/man/man8
     [[ -s $file ]] || fail "no $file"
 done
 for file in /usr/share/doc/kvkeep/examples/samples/*.conf; do
-    kvkeepd --config "$file" --check-config | grep -q "the configuration is right" ||
+    says "the configuration is right" kvkeepd --config "$file" --check-config ||
         fail "$file is wrong"
 done
 
 say "on the configuration that came with it"
 systemctl start kvkeepd || fail "it does not start"
-setpriv --reuid=kvkeep --regid=kvkeep --init-groups kvkeepctl status >/dev/null ||
-    fail "its own user is not served"
+says "you are default (admin)" kvkeepctl status || fail "root is not its operator"
+token=$(kvkeepctl credential create first --tenant default 2>/dev/null)
+useradd --create-home --groups kvkeep first
+KVKEEP_TOKEN=$token says "you are default" as first kvkeepctl status ||
+    fail "an engine with a token is not served"
 
 say "with tenants and a disk"
 useradd --create-home --groups kvkeep engine
@@ -112,11 +124,8 @@ for line in CapPrm:0000000000000000 CapBnd:0000000000000000 NoNewPrivs:1 Seccomp
 done
 
 say "users of the socket"
-as() {
-    setpriv --reuid="$1" --regid="$1" --init-groups "${@:2}"
-}
-as engine kvkeepctl status | grep -q "you are chat" || fail "engine, of the group, is not served"
-as engine kvkeepctl demo --workers 2 --requests 300 | grep -q " 0 wrong" ||
+says "you are chat" as engine kvkeepctl status || fail "engine, of the group, is not served"
+says " 0 wrong" as engine kvkeepctl demo --workers 2 --requests 300 ||
     fail "engine's workers"
 said=$(as stranger kvkeepctl status 2>&1) && fail "stranger, not of the group, is served"
 grep -q "Permission denied" <<<"$said" || fail "stranger is told: $said"
@@ -132,13 +141,15 @@ printf '[Service]\nWatchdogSec=3\n' >/run/systemd/system/kvkeepd.service.d/quick
 systemctl daemon-reload
 systemctl restart kvkeepd
 warm "the watchdog, when it stands still" kill -STOP "$(property MainPID)"
-journalctl -u kvkeepd --no-pager -o cat | grep -q "Watchdog timeout" || fail "no watchdog"
+says "Watchdog timeout" journalctl -u kvkeepd --no-pager -o cat || fail "no watchdog"
 
 say "reload"
 pid=$(property MainPID)
 systemctl reload kvkeepd || fail "reload"
-wait_for "it does not say that it has read its certificates again" \
-    grep -q . <(log_of_this_one reloaded)
+reloaded() {
+    [[ -n $(log_of_this_one reloaded) ]]
+}
+wait_for "it does not say that it has read its certificates again" reloaded
 expect "its process" "$(property MainPID)" "$pid"
 
 say "stop and start"
