@@ -841,6 +841,26 @@ def test_what_another_machine_computed_comes_from_the_shared_store(start, tiny, 
     assert two.run(Ask("d", words(9, 41))) == 0  # what nobody has is computed
 
 
+def test_a_prompt_is_handed_over_through_the_shared_store(start, tiny, shared_store):
+    """Prefilled on one machine and decoded on another, which asks before it is there."""
+    tail = TIERS.format(1024) + shared_store + "admit_uses = 1\n"  # else a second use is waited for
+    one, two = (tiny(start(tail), handoff_wait_ms=60_000, remote_wait_ms=8000) for _ in range(2))
+    told = Ask("b", words(1, 41), awaited=40)
+    tracked = None
+    while tracked is None or tracked.looks < 3:
+        assert two.scheduler.match(told.view(), 0) is None
+        tracked = two.scheduler._tracked.get("b")
+        two.step()  # the ranks join
+    one.run(Ask("a", words(1, 41)))
+    one.settle()
+    end = time.monotonic() + 60
+    while (found := two.scheduler.match(told.view(), 0)) is None:
+        assert time.monotonic() < end
+        one.step()
+        time.sleep(0.005)
+    assert found == 40
+
+
 def test_a_shared_store_that_is_away_is_not_waited_for_long(start, tiny, shared_store):
     gone = shared_store.replace(shared_store.split(":")[1].split("\n")[0], "1")
     engine = tiny(start(TIERS.format(1024) + gone), remote_wait_ms=300)
