@@ -263,6 +263,17 @@ def test_it_goes_on_without_a_daemon_and_finds_it_again(backend, daemon):
     assert storage.batch_exists(keys, after([])) == 3
 
 
+def test_a_daemon_that_stays_away_is_reported_once(backend, daemon, caplog):
+    daemon.stop()
+    storage = backend(Pool(1))
+    for _ in range(5):
+        storage._again_at = 0.0
+        assert storage.batch_exists(names(11, 1), after([])) == 0
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"
+            and record.name == "kvkeep.sglang"]
+    assert len(said) == 1 and daemon.target in said[0]
+
+
 def test_what_it_cannot_tell_it_asks_for(backend):
     for wrong, word in (({"model_name": None}, "name"), ({"extra": {"revision": None}}, "revision"),
                         ({"extra": {"tagret": 1}}, "tagret")):

@@ -34,7 +34,7 @@ from sglang.srt.mem_cache import utils as their_utils
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from kvkeep import vllm_identity as naming
-from kvkeep.client import Client, Retry, Space
+from kvkeep.client import Client, Retry, Space, default_target
 from kvkeep.errors import Code, KvkeepError
 from kvkeep.memory import SlotMemory
 from kvkeep.session import Session
@@ -120,6 +120,7 @@ class KvkeepStorage(HiCacheStorage):  # type: ignore[misc]
         self._identity: Identity | None = None
         self._up: _Up | None = None
         self._again_at = 0.0
+        self._said = ""  # why it is not connected: told once, not with each try
         self._lock = threading.Lock()
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -191,7 +192,14 @@ class KvkeepStorage(HiCacheStorage):  # type: ignore[misc]
         try:
             self._up = _Up(self._settings, self._identity, self._page_bytes)
         except (KvkeepError, OSError) as error:
-            logger.warning("kvkeep: not reached, SGLang goes on without: %s", error)
+            cause = error.code.name if isinstance(error, KvkeepError) else type(error).__name__
+            logger.log(logging.DEBUG if cause == self._said else logging.WARNING,
+                       "kvkeep: no connection to %s, SGLang goes on without, and tries again: %s",
+                       self._settings.target or default_target(), error)
+            self._said = cause
+        else:
+            self._said = ""
+            logger.info("kvkeep: connected to %s", self._up.client.target)
         return self._up
 
     # ------------------------------------------------------------- chains of pages
