@@ -18,6 +18,7 @@ import pytest
 
 import kvkeep
 from kvkeep import vllm_identity as naming
+from kvkeep import vllm_worker
 from kvkeep.v1 import kvkeep_pb2 as pb
 from kvkeep.vllm_blocks import (ORDER_PLAIN, ORDER_SIDE_BY_SIDE, ORDER_TRANSPOSED, EngineLayer,
                                 find_order, pieces)
@@ -236,6 +237,22 @@ def test_ranks_that_do_not_join_are_said_once(start, tiny, caplog):
     engine.scheduler._model = model
     assert engine.run(Ask("c", words(1, 40))) == 0
     assert engine.scheduler.counted()["queries"] == 1
+
+
+def test_ranks_that_cannot_map_memory_do_not_join(start, tiny, caplog, monkeypatch):
+    """A daemon on another machine, say: what it has could not be loaded, so nothing is looked up."""
+    monkeypatch.setattr(kvkeep.Session, "is_local", False)
+    monkeypatch.setattr(vllm_worker, "JOIN_AGAIN_S", 0.0)
+    engine = tiny(start(TIERS.format(1024)), lookup_wait_ms=100)
+    tried = []
+    join = engine.workers[0]._join
+    engine.workers[0]._join = lambda endpoint: (tried.append(endpoint), join(endpoint))
+    assert engine.run(Ask("a", words(1, 40))) == 0
+    wait(lambda: engine.step() and len(tried) >= 3)
+    assert engine.scheduler.counted()["queries"] == 0
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"
+            and "rank 0 could not join" in record.getMessage()]
+    assert len(said) == 1 and "local processes only" in said[0]
 
 
 def test_a_step_that_computes_nothing_gives_way_to_a_load(start, tiny):

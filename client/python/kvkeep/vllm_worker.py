@@ -53,6 +53,7 @@ class _Link:
             # The scheduler's session, which opened the instance, has number 0 of it.
             self.session: Session = self.client.session(
                 name=f"vllm-rank-{rank}", rank=rank + 1, instance_token=endpoint.instance_token)
+            self.session.side()  # a rank that cannot map memory has nothing to join for
         except BaseException:
             self.client.close()
             raise
@@ -91,6 +92,7 @@ class WorkerSide:
         self._link: _Link | None = None
         self._wanted: Endpoint | None = None
         self._join_again = math.inf  # when to try again, where a try has failed
+        self._said = ""  # why it failed: told once, not with each try
         self._lock = threading.Lock()
         self._idle = False  # the step computes nothing
         self._ahead: set[int] = set()  # saves whose slots may be mapped while the forward runs
@@ -363,9 +365,13 @@ class WorkerSide:
         try:
             self._link = _Link(self.settings, self.rank, endpoint)
         except (KvkeepError, OSError) as error:
-            logger.warning("kvkeep: rank %d could not join: %s", self.rank, error)
+            logger.log(logging.DEBUG if str(error) == self._said else logging.WARNING,
+                       "kvkeep: rank %d could not join, vLLM goes on without, and it tries again: "
+                       "%s", self.rank, error)
+            self._said = str(error)
             self._join_again = time.monotonic() + JOIN_AGAIN_S
             return
+        self._said = ""
         with self._lock:
             self._report.joined[endpoint.epoch] = 1
 
