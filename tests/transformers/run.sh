@@ -11,7 +11,7 @@
 # TRANSFORMERS_VENV   where the environment is made, and found again; else build/transformers-venv
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-version=5.19.0
+version=5.24.0
 venv=${TRANSFORMERS_VENV:-build/transformers-venv}
 . tests/venv.sh
 if ! has transformers "$version"; then

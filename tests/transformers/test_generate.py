@@ -279,6 +279,23 @@ def test_half_precision(shared):
                 assert got[:, :34].tolist() == expected[:, :34].tolist()
 
 
+def test_a_model_that_cannot_be_read_is_said_once(shared, monkeypatch, caplog):
+    """As where a new version of Transformers keeps its caches otherwise."""
+    def unknown(layer):
+        raise AttributeError("no such thing")
+
+    monkeypatch.setattr(kvkeep.transformers, "layer_shape", unknown)
+    model = models.build("llama", seed=12)
+    ids = models.prompt(20, seed=35)
+    with wrap(model, shared) as cached:
+        for _ in range(3):
+            same(cached.generate(ids, attention_mask=ones(ids), **NEW),
+                 model.generate(ids, attention_mask=ones(ids), **NEW))
+            assert "no such thing" in cached.report.why
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("kvkeep")]
+    assert len(said) == 1 and "no such thing" in said[0]
+
+
 def test_what_cannot_be_cached_is_generated_as_without(shared):
     model = models.build("llama", seed=11)
     ids = models.prompt(20, seed=31)

@@ -97,6 +97,7 @@ class CachedModel:
         self._store: Store | None = None
         self._fingerprint = naming.Fingerprint(model)
         self._shape: Shape | None = None
+        self._said = ""  # why the model cannot be read
         self._writers: list[Writer] = []
         self.call_salt = self._salt
         forward = inspect.signature(model.forward).parameters
@@ -134,7 +135,7 @@ class CachedModel:
         self.report = Report()
         self.call_salt = self._salt if salt is None else as_bytes(salt)
         ids = kwargs.pop("input_ids", None) if inputs is None else inputs
-        given = kwargs.get("past_key_values")
+        given = calls.given_cache(kwargs)
         if _own(given) is not None:
             return self._go_on(ids, given, kwargs)
         why = calls.why_not(self.model, ids, kwargs, self._known)
@@ -152,7 +153,7 @@ class CachedModel:
         cache = self.loaded(shape, ids, spans, may_compute=True)
         self.report.load_s = time.monotonic() - began
         try:
-            return self.model.generate(ids, past_key_values=cache, **kwargs)
+            return self.model.generate(ids, **{calls.CACHE: cache}, **kwargs)
         finally:
             self.store(cache, pad=calls.pad(self.model, kwargs))
 
@@ -226,6 +227,9 @@ class CachedModel:
                 self._shape = self._probe(identities)
         except (NotImplementedError, RuntimeError, TypeError, AttributeError) as error:
             self.report.why = f"the model cannot be read: {error}"
+            if self.report.why != self._said:  # of every call, but told once
+                logger.warning("kvkeep: nothing is cached: %s", self.report.why)
+                self._said = self.report.why
         else:
             return self._shape
         return None
@@ -255,10 +259,10 @@ class CachedModel:
         size = 0
         if self._two_parts:
             output = self.model(input_ids=token, decoder_input_ids=token, use_cache=True,
-                                past_key_values=EncoderDecoderCache(*caches))
+                                **{calls.CACHE: EncoderDecoderCache(*caches)})
             size = output.encoder_last_hidden_state.shape[-1]
         else:
-            self.model(input_ids=token, past_key_values=caches[SELF], use_cache=True)
+            self.model(input_ids=token, use_cache=True, **{calls.CACHE: caches[SELF]})
         groups, devices = [], []
         for part, cache in enumerate(caches):
             if any(not layer.is_initialized for layer in cache.layers):
@@ -366,8 +370,8 @@ class CachedModel:
                     [tuple(part[:, :, :count] for part in plane) for plane in found[row].planes]
                     for row in members], devices)  # type: ignore[union-attr]
             keep = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}
-            self.model(input_ids=ours.to(self.model.device), past_key_values=alone, use_cache=True,
-                       **keep)
+            self.model(input_ids=ours.to(self.model.device), use_cache=True,
+                       **{calls.CACHE: alone}, **keep)
             for place, row in enumerate(members):
                 rows[row] = [tuple(_padded(part, spans[row].first, columns)
                                    for part in alone.take(place, indices, 0, wanted))
@@ -378,7 +382,7 @@ class CachedModel:
 
     def _before_forward(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before each step: store what is due, and note what the step computes."""
-        given = kwargs.get("past_key_values")
+        given = calls.given_cache(kwargs)
         own = _own(given)
         if own is None:
             return None

@@ -87,8 +87,9 @@ def supported(cache: DynamicCache) -> bool:
 
 def layer_shape(layer: DynamicLayer) -> Layer:
     """Of a layer that has been filled."""
+    kinds = {str(part.dtype).removeprefix("torch.") for part in (layer.keys, layer.values)}
     return Layer(layer.keys.shape[1], layer.keys.shape[-1], layer.values.shape[-1],
-                 str(layer.dtype).removeprefix("torch."), getattr(layer, "sliding_window", 0))
+                 " and ".join(sorted(kinds)), getattr(layer, "sliding_window", 0))
 
 
 @dataclasses.dataclass

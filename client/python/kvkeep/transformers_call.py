@@ -10,17 +10,26 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
+from transformers.generation.utils import ALL_CACHE_NAMES
 
-__all__ = ["Report", "known_names", "mask", "pad", "why_not", "word"]
+__all__ = ["CACHE", "Report", "given_cache", "known_names", "mask", "pad", "why_not", "word"]
 
 INPUTS = frozenset({"inputs", "input_ids", "attention_mask", "decoder_input_ids",
-                    "decoder_attention_mask", "past_key_values", "tokenizer",
+                    "decoder_attention_mask", "past_key_values", "cache", "tokenizer",
                     "assistant_tokenizer"})
+# What models call the argument that is a cache. Newer ones take the old name with a warning.
+CACHE = "cache" if "cache" in ALL_CACHE_NAMES else "past_key_values"
 PLAIN: dict[str, tuple[Any, ...]] = {  # what generation may say for a call to be cached
     "use_cache": (None, True), "prefill_chunk_size": (None,),
     "cache_implementation": (None, "dynamic"), "token_healing": (None, False),
     # Of tokens that are not computed again there would be none:
     "output_attentions": (None, False), "output_hidden_states": (None, False)}
+
+
+def given_cache(kwargs: Mapping[str, Any]) -> Any:
+    """The cache among a call's arguments, under either of its names."""
+    found = kwargs.get("cache")
+    return found if found is not None else kwargs.get("past_key_values")
 
 
 @dataclasses.dataclass
@@ -82,7 +91,7 @@ def why_not(model: Any, ids: Any, kwargs: Mapping[str, Any], known: frozenset[st
     for name, value in kwargs.items():
         if value is not None and name not in known:
             return f"{name}: may decide K and V, and is no part of a prompt that kvkeep knows"
-    if kwargs.get("past_key_values") is not None:
+    if given_cache(kwargs) is not None:
         return "past_key_values: a cache whose tokens are not known"
     given = kwargs.get("attention_mask")
     if given is not None and given.shape != ids.shape:

@@ -77,7 +77,7 @@ class Cross:
             cached.report.encoder_reused = True
         cached.report.load_s = time.monotonic() - began
         try:
-            return model.generate(ids, past_key_values=EncoderDecoderCache(own, cross), **kwargs)
+            return model.generate(ids, **{calls.CACHE: EncoderDecoderCache(own, cross)}, **kwargs)
         finally:
             cached.store(own, pad=calls.pad(model, kwargs))
             if not reused:
