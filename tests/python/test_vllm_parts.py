@@ -240,7 +240,7 @@ def test_ranks_that_do_not_join_are_said_once(start, tiny, caplog):
 
 
 def test_ranks_that_cannot_map_memory_do_not_join(start, tiny, caplog, monkeypatch):
-    """A daemon on another machine, say: what it has could not be loaded, so nothing is looked up."""
+    """A daemon on another machine, say: its blocks could not be loaded, so nothing is looked up."""
     monkeypatch.setattr(kvkeep.Session, "is_local", False)
     monkeypatch.setattr(vllm_worker, "JOIN_AGAIN_S", 0.0)
     engine = tiny(start(TIERS.format(1024)), lookup_wait_ms=100)
