@@ -125,6 +125,15 @@ def test_the_unit_is_one_that_systemd_252_starts():
     assert started == ["/usr/bin/kvkeepd", "/bin/sh"]
 
 
+def test_units_have_their_comments_on_lines_of_their_own():
+    """What follows a value is part of it, and a value that is none is passed over with a warning."""
+    drop_in = re.search(r"^    \[Service\]\n(?:    .*\n)+", (ROOT / "docs" / "gpu.md").read_text(),
+                        re.M).group(0)
+    for text in ((DEPLOY / "kvkeepd.service").read_text(), drop_in):
+        values = [line for line in map(str.strip, text.splitlines()) if not line.startswith("#")]
+        assert values and not any("#" in line for line in values)
+
+
 def test_the_store_is_a_cluster_of_the_right_size():
     """Six nodes are what the job and the compose file make a cluster of, with memory to spare."""
     objects = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "fleet.yaml").read_text()))
