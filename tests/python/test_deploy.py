@@ -126,7 +126,7 @@ def test_the_unit_is_one_that_systemd_252_starts():
 
 
 def test_units_have_their_comments_on_lines_of_their_own():
-    """What follows a value is part of it, and a value that is none is passed over with a warning."""
+    """What follows a value is part of it, and what is no value is passed over with a warning."""
     manual = (ROOT / "docs" / "gpu.md").read_text()
     drop_in = re.search(r"^    \[Service\]\n(?:    .*\n)+", manual, re.M).group(0)
     for text in ((DEPLOY / "kvkeepd.service").read_text(), drop_in):
