@@ -1,8 +1,7 @@
 #include "base/table.h"
 
-#include <stdlib.h>
-
 #include "base/assert.h"
+#include "base/pages.h"
 
 enum kvk_status kvk_table_init(struct kvk_table *table, uint32_t count_max)
 {
@@ -13,13 +12,13 @@ enum kvk_status kvk_table_init(struct kvk_table *table, uint32_t count_max)
         place_count *= 2;
     }
     *table = (struct kvk_table){.place_mask = place_count - 1, .count_max = count_max};
-    table->entries = calloc(place_count, sizeof(*table->entries));
+    table->entries = kvk_pages_create(place_count * sizeof(*table->entries));
     return table->entries != NULL ? KVK_OK : KVK_EXHAUSTED;
 }
 
 void kvk_table_finish(struct kvk_table *table)
 {
-    free(table->entries);
+    kvk_pages_destroy(table->entries, (table->place_mask + 1) * sizeof(*table->entries));
     *table = (struct kvk_table){0};
 }
 

@@ -3,8 +3,8 @@
  *
  * Open addressing with linear probing in a table that is never more than half full. Removing moves
  * later entries back, so there are no tombstones and look-ups do not slow down with age. All the
- * memory is asked for at the start (as zero pages: what is not used costs nothing), so that put
- * fails only where the table is full, and no call ever rehashes.
+ * memory is asked for at the start (base/pages.h), so that put fails only where the table is full,
+ * and no call ever rehashes.
  *
  * Locking: none here; the owner's lock covers it.
  */

@@ -561,7 +561,8 @@ static void pair_run(const struct options *options, struct engine engines[2],
 {
     int at = pair < 0 ? 0 : pair;
     double seconds = pair < 0 && options->seconds < WARM_SECONDS ? WARM_SECONDS : options->seconds;
-    for (int side = SIDE_ALONE; side <= SIDE_DURABLE; side++) {
+    for (int turn = 0; turn < 2; turn++) { /* who is first goes in turns, too */
+        int side = (turn + pair) & 1 ? SIDE_DURABLE : SIDE_ALONE;
         changer_turn(changer, &engines[side]);
         measure(&engines[side], seconds, &figures->turns[side][at]);
         changer_turn(changer, NULL);

@@ -12,7 +12,7 @@
 #include "base/priority.h"
 #include "daemon/disk_tier_internal.h"
 #include "daemon/room_internal.h"
-#include "index/pages.h"
+#include "base/pages.h"
 
 #define WORD_BITS 64U
 #define TICK_NS (50 * KVK_NS_PER_MS)

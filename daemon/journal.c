@@ -1,7 +1,7 @@
 #include "daemon/journal.h"
 
 #include "base/assert.h"
-#include "index/pages.h"
+#include "base/pages.h"
 
 _Static_assert(sizeof(struct kvk_gone) == 72, "72 bytes an event");
 

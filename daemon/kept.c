@@ -9,7 +9,7 @@
 #include "base/assert.h"
 #include "base/log.h"
 #include "daemon/cache_internal.h"
-#include "index/pages.h"
+#include "base/pages.h"
 
 struct file {
     char name[KVK_KEEPER_NAME_SIZE];

@@ -14,7 +14,7 @@
 #include "base/log.h"
 #include "daemon/fleet_view.h"
 #include "daemon/remote_internal.h"
-#include "index/pages.h"
+#include "base/pages.h"
 
 #define PASSWORD_SIZE 1024
 #define LARGE_BLOCKS 64 /* a block has at most so many batches' bytes */

@@ -8,7 +8,7 @@
 #include "base/random.h"
 #include "daemon/process_watch.h"
 #include "daemon/sidecar_internal.h"
-#include "index/pages.h"
+#include "base/pages.h"
 
 #define ENTRY_ALIGN 64U
 #define INLINE_MIN 64U

@@ -13,7 +13,7 @@
 #include "daemon/sidecar.h"
 #include "daemon/space_internal.h"
 #include "daemon/warm.h"
-#include "index/pages.h"
+#include "base/pages.h"
 
 /* A first block's cost per byte where a space does not say what prefilling costs: that of a model
  * of eight billion parameters, so that it competes on equal terms with those that do. */

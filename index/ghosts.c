@@ -2,7 +2,7 @@
 #include "index/ghosts.h"
 
 #include "base/assert.h"
-#include "index/pages.h"
+#include "base/pages.h"
 
 _Static_assert(sizeof(struct kvk_ghost) + sizeof(uint32_t) == 16, "16 bytes a ghost");
 

@@ -7,7 +7,7 @@
 #include "base/assert.h"
 #include "base/slots.h"
 #include "index/internal.h"
-#include "index/pages.h"
+#include "base/pages.h"
 
 /* ---- Create and destroy ---- */
 

@@ -12,7 +12,7 @@
 
 #include "base/assert.h"
 #include "index/internal.h"
-#include "index/pages.h"
+#include "base/pages.h"
 
 #define BUCKET_COUNT_FIRST 64
 

@@ -4,7 +4,7 @@
 
 #include "base/assert.h"
 #include "index/internal.h"
-#include "index/pages.h"
+#include "base/pages.h"
 
 /* ---- Memory ---- */
 

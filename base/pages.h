@@ -6,8 +6,8 @@
  * The sparse kind is for tables that are made for the most there can ever be, and of which little
  * may ever be touched: small pages, which the system need not promise memory for.
  */
-#ifndef KVK_INDEX_PAGES_H
-#define KVK_INDEX_PAGES_H
+#ifndef KVK_BASE_PAGES_H
+#define KVK_BASE_PAGES_H
 
 #include <stddef.h>
 

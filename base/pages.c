@@ -1,5 +1,5 @@
 /* Large tables on huge pages, and sparse ones on small pages. */
-#include "index/pages.h"
+#include "base/pages.h"
 
 #include <stdint.h>
 #include <stdlib.h>
