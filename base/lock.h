@@ -1,6 +1,7 @@
 /*
  * A mutex that knows its holder, so that helpers can assert that the lock is held and that no
- * lock is held where none may be (I/O, device calls, gRPC, callbacks).
+ * lock is held where none may be (I/O, device calls, gRPC, callbacks); and that knows whether
+ * anybody waits for it, so that long work in slices can let them in.
  */
 #ifndef KVK_BASE_LOCK_H
 #define KVK_BASE_LOCK_H
@@ -12,12 +13,20 @@
 struct kvk_lock {
     pthread_mutex_t mutex;
     _Atomic unsigned long owner; /* pthread_self() of the holder; 0: free */
+    _Atomic uint32_t waiting;    /* threads in kvk_lock() that did not get it at once */
+    _Atomic uint32_t turns;      /* how often it was taken, modulo 2^32 */
 };
 
 void kvk_lock_init(struct kvk_lock *lock);
 void kvk_lock_finish(struct kvk_lock *lock);
 void kvk_lock(struct kvk_lock *lock);
 void kvk_unlock(struct kvk_lock *lock);
+
+/* Between two slices of long work: give it up, and take it again after one of those had it who
+ * wait in kvk_lock(), if any do. To unlock and to lock would not be enough: whoever is woken by the
+ * first comes too late for the second. */
+void kvk_lock_pass(struct kvk_lock *lock);
+
 bool kvk_lock_held(struct kvk_lock *lock); /* by the calling thread */
 
 /* How many kvk_locks the calling thread holds. Code that may block asserts that it is 0. */

@@ -112,8 +112,7 @@ static void *thread_main(void *argument)
             kvk_clock_now(kvk_clock_monotonic()) + (waits ? LEAVING_TICK_NS : TICK_NS);
         (void)kvk_condition_wait(&tier->wake, &cache->lock, until_ns);
         while (!tier->stopping && kvk_disk_round_drops(cache)) {
-            kvk_unlock(&cache->lock); /* a round that wrote nothing has held it all the time */
-            kvk_lock(&cache->lock);
+            kvk_lock_pass(&cache->lock); /* a round that wrote nothing has held it all the time */
         }
     }
     kvk_unlock(&cache->lock);

@@ -399,8 +399,7 @@ static void straight_end(struct kvk_cache *cache, const struct batch *batch)
         kvk_upkeep_return_lasting(cache, entry->block, entry->source);
         ended++;
         if (ended % SLICE == 0) {
-            kvk_unlock(&cache->lock); /* whoever waits for it goes first */
-            kvk_lock(&cache->lock);
+            kvk_lock_pass(&cache->lock);
         }
     }
 }
@@ -636,8 +635,7 @@ bool kvk_disk_write_drops(struct kvk_cache *cache)
     while (looked < LOOKED_MAX && gather_one_drops(cache, batch) == GATHER_MORE) {
         looked++;
         if (batch->count == 0 && looked % HELD_MAX == 0) {
-            kvk_unlock(&cache->lock); /* whoever waits for it goes first */
-            kvk_lock(&cache->lock);
+            kvk_lock_pass(&cache->lock);
         }
     }
     uint32_t count = batch->count;

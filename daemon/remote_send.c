@@ -179,8 +179,7 @@ static bool name_find_drops(struct kvk_remote_store *store, struct entry *entry)
         uint32_t parent = kvk_index_block(cache->index, entry->id)->parent;
         struct kvk_fleet_link link;
         if (parent != KVK_BLOCK_NONE && !links_walk(store, member, parent)) {
-            kvk_unlock(&cache->lock);
-            kvk_lock(&cache->lock);
+            kvk_lock_pass(&cache->lock);
             continue;
         }
         if (parent != KVK_BLOCK_NONE) {

@@ -292,8 +292,7 @@ static void slice_drops(struct kvk_restore *restore)
 {
     if (++restore->slice >= SLICE_RECORDS) {
         restore->slice = 0;
-        kvk_unlock(&restore->cache->lock);
-        kvk_lock(&restore->cache->lock);
+        kvk_lock_pass(&restore->cache->lock);
     }
 }
 

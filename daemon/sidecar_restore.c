@@ -254,8 +254,7 @@ static void slot_settle(void *context, uint32_t slot, uint64_t word)
     struct kvk_group_tier *at = &settling->group->tiers[settling->tier];
     if (++settling->slice >= SLICE_SLOTS) {
         settling->slice = 0;
-        kvk_unlock(&settling->cache->lock);
-        kvk_lock(&settling->cache->lock);
+        kvk_lock_pass(&settling->cache->lock);
     }
     if (slot >= kvk_arena_slot_capacity(&at->arena)) {
         /* A daemon with a larger tier may have it again: then with nothing in it that was sealed,

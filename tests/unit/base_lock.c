@@ -3,7 +3,10 @@
 
 #include <criterion/criterion.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
+#include <stdatomic.h>
+#include <unistd.h>
 
 #include "base/clock.h"
 
@@ -128,4 +131,59 @@ Test(base_lock, waits_until_signalled_or_late)
     cr_assert_eq(pthread_join(thread, NULL), 0);
     cr_assert_eq(pthread_cond_destroy(&shared.condition), 0);
     kvk_lock_finish(&shared.lock);
+}
+
+struct passing {
+    struct kvk_lock lock;
+    uint32_t had;  /* how often the other had it */
+    uint32_t want; /* times */
+};
+
+static void *take_often(void *argument)
+{
+    struct passing *passing = argument;
+    for (uint32_t i = 0; i < passing->want; i++) {
+        kvk_lock(&passing->lock);
+        passing->had++;
+        kvk_unlock(&passing->lock);
+    }
+    return NULL;
+}
+
+/* Whoever waits has it before the one that passes it on has it again. Each time the other is left
+ * to wait for as long as it takes to fall asleep, or shorter. */
+Test(base_lock, passed_on_to_who_waits, .timeout = 60)
+{
+    struct passing passing = {.want = 300};
+    pthread_t other;
+    kvk_lock_init(&passing.lock);
+    kvk_lock(&passing.lock);
+    cr_assert_eq(pthread_create(&other, NULL, take_often, &passing), 0);
+    for (uint32_t i = 0; i < passing.want; i++) {
+        while (atomic_load(&passing.lock.waiting) == 0) {
+            (void)sched_yield();
+        }
+        (void)usleep(i % 3 * 100);
+        uint32_t before = passing.had;
+        kvk_lock_pass(&passing.lock);
+        cr_assert(kvk_lock_held(&passing.lock));
+        cr_assert_gt(passing.had, before, "round %u", i);
+        i = passing.had - 1; /* it may have had several turns */
+    }
+    kvk_unlock(&passing.lock);
+    (void)pthread_join(other, NULL);
+    cr_assert_eq(passing.had, passing.want);
+    kvk_lock_finish(&passing.lock);
+}
+
+Test(base_lock, passed_on_to_nobody)
+{
+    struct kvk_lock lock;
+    kvk_lock_init(&lock);
+    kvk_lock(&lock);
+    kvk_lock_pass(&lock);
+    cr_assert(kvk_lock_held(&lock));
+    cr_assert_eq(kvk_locks_held(), 1);
+    kvk_unlock(&lock);
+    kvk_lock_finish(&lock);
 }
