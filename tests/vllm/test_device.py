@@ -1,6 +1,7 @@
 """A cache on a GPU: kvkeep.vllm_device and what its late saves ask of both halves. Needs torch, no
 vLLM and no GPU: late_device stands in for one, with streams that run late, each on its own."""
 
+import dataclasses
 import pathlib
 import random
 import sys
@@ -20,7 +21,7 @@ from kvkeep import vllm_device, vllm_worker  # noqa: E402
 from kvkeep.errors import KvkeepError  # noqa: E402
 from kvkeep.vllm_blocks import (  # noqa: E402
     ORDER_PLAIN, ORDER_SIDE_BY_SIDE, ORDER_TRANSPOSED, EngineLayer)
-from kvkeep.vllm_orders import Copy  # noqa: E402
+from kvkeep.vllm_orders import NO_BLOCK, Copy  # noqa: E402
 from test_vllm_parts import wait  # noqa: E402
 from tiny_engine import (  # noqa: E402
     BLOCK, ENGINE_BLOCK, HEADS, SIZE, Ask, Tiny, words)
@@ -132,6 +133,17 @@ def test_a_lane_against_plain_loops(seed):
         assert read(layer, place) == value
     changed = sum(int((now != then).sum()) for now, then in zip(cache, before))
     assert changed <= len(wanted)
+    # Where the engine keeps no block nothing is loaded.
+    for now, then in zip(cache, before):
+        now.copy_(then)
+    gone = {int(number) for number in numbers if source.random() < 0.5}
+    lane.load(dataclasses.replace(copy, engine_blocks=tuple(
+        NO_BLOCK if int(number) in gone else int(number) for number in numbers)), 0,
+        tiers.__getitem__, streams.mark())
+    for (layer, place), value in wanted.items():
+        if place[0] // ratio in gone:
+            value = at(before[layer], order_v if place[4] else order_k, *place, kernel, size)
+        assert read(layer, place) == value
 
 
 @pytest.mark.parametrize("seed", range(5))
