@@ -662,6 +662,27 @@ static void check_remote(const struct kvk_facts *facts, struct kvk_doctor_report
                     "again by themselves.");
 }
 
+static void check_quotas(const struct kvk_facts *facts, struct kvk_doctor_report *report)
+{
+    char limit[KVK_BYTES_TEXT_SIZE];
+    char block[KVK_BYTES_TEXT_SIZE];
+    if (facts->short_limits == 0) {
+        return;
+    }
+    struct kvk_finding *finding = find(report, "quota_below_block", KVK_SEVERITY_WARNING,
+                                       "A tenant's limit is less than one block");
+    evidence(finding,
+             "%u tenants have one; tenant %.64s may have %s of the %s tier, and one block of its "
+             "space %llu takes %s.",
+             facts->short_limits, facts->short_tenant,
+             kvk_bytes_text(facts->short_limit_bytes, limit), tier_name(facts->short_tier),
+             (unsigned long long)facts->short_space,
+             kvk_bytes_text(facts->short_block_bytes, block));
+    action(finding, "Nothing of that space can lie in that tier: its sequences are refused there. "
+                    "kvkeepctl tenant change raises the limit; kvkeepctl plan says what a sequence "
+                    "takes.");
+}
+
 /* ---- All of them ---- */
 
 static void (*const checks[])(const struct kvk_facts *facts, struct kvk_doctor_report *report) = {
@@ -669,7 +690,7 @@ static void (*const checks[])(const struct kvk_facts *facts, struct kvk_doctor_r
     check_refusals,    check_leases,   check_growth,    check_scattered, check_quarantine,
     check_strays,      check_ranks,    check_gap,       check_worth,     check_journal,
     check_metadata,    check_device,   check_disk,      check_catalogue, check_keeper,
-    check_opaque,      check_draining, check_remote,    check_memory,
+    check_opaque,      check_draining, check_remote,    check_memory,    check_quotas,
 };
 #define CHECK_COUNT (sizeof(checks) / sizeof(checks[0]))
 

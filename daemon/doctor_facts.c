@@ -293,6 +293,26 @@ static enum kvk_status gap_look(struct kvk_cache *cache, const struct kvk_caller
     return KVK_OK;
 }
 
+/* ---- Quotas ---- */
+
+static void quotas_look(const struct kvk_cache *cache, struct kvk_facts *facts)
+{
+    for (uint32_t i = 0; i < KVK_TENANT_COUNT_MAX; i++) {
+        const struct kvk_tenant *tenant = cache->tenant_states[i].tenant;
+        struct kvk_quota_short found;
+        if (tenant == NULL || !kvk_quota_is_short(cache, tenant, &found)) {
+            continue;
+        }
+        if (facts->short_limits++ == 0) {
+            facts->short_tier = (int)found.tier;
+            facts->short_space = found.space_id;
+            facts->short_limit_bytes = found.limit_bytes;
+            facts->short_block_bytes = found.block_bytes;
+            (void)snprintf(facts->short_tenant, sizeof(facts->short_tenant), "%s", tenant->name);
+        }
+    }
+}
+
 /* ---- All of it ---- */
 
 static void durable_look(const struct kvk_cache *cache, struct kvk_facts *facts)
@@ -331,6 +351,7 @@ static void facts_take_drops(struct kvk_cache *cache, struct kvk_facts *facts)
     refusals_look(cache, facts);
     journal_look(cache, facts);
     sessions_walk(cache, facts);
+    quotas_look(cache, facts);
     sequences_walk_drops(cache, facts);
     leases_walk_drops(cache, facts);
     groups_walk_drops(cache, facts);

@@ -54,6 +54,12 @@ struct kvk_facts {
     uint64_t scattered_space, scattered_bytes, scattered_slab_bytes;
     uint32_t scattered_slabs, scattered_groups; /* its slabs; groups that have any */
 
+    /* Tenants with a limit that is less than one block of a space of theirs; the first of them. */
+    uint32_t short_limits;
+    int short_tier;
+    uint64_t short_space, short_limit_bytes, short_block_bytes;
+    char short_tenant[KVK_NAME_SIZE];
+
     /* The space whose hits cost most above what they saved. */
     uint64_t dear_space, dear_queries, dear_cost_ns, dear_saved_ns;
     uint32_t dear_spaces;

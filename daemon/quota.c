@@ -13,6 +13,70 @@
 
 static const char *const tier_names[KVK_TIER_COUNT] = {"device", "host", "disk"};
 
+/* ---- A limit that nothing fits in ---- */
+
+static bool space_is_short(const struct kvk_tenant_quota *quota, const struct kvk_space *space,
+                           struct kvk_quota_short *found)
+{
+    for (int i = 0; i < KVK_QUOTA_TIERS && !space->is_public; i++) {
+        uint64_t bytes = 0;
+        for (uint32_t g = 0; g < space->group_count; g++) {
+            const struct kvk_group *group = space->groups[g];
+            bytes += group->tiers[i].present ? group->forms[i].block_bytes : 0;
+        }
+        if (quota->limit_bytes[i] > 0 && quota->limit_bytes[i] < bytes) {
+            *found = (struct kvk_quota_short){.tier = (enum kvk_tier)i,
+                                              .space_id = space->id,
+                                              .limit_bytes = quota->limit_bytes[i],
+                                              .block_bytes = bytes};
+            return true;
+        }
+    }
+    return false;
+}
+
+bool kvk_quota_is_short(const struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                        struct kvk_quota_short *found)
+{
+    const struct kvk_tenant_state *state = kvk_tenant_state_of(cache, tenant);
+    if (state->tenant != tenant) {
+        return false;
+    }
+    for (const struct kvk_space *space = state->spaces; space != NULL; space = space->tenant_next) {
+        if (space_is_short(&state->quota, space, found)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+void kvk_quota_short_text(struct kvk_cache *cache, const struct kvk_tenant *tenant, char *text,
+                          size_t size)
+{
+    struct kvk_quota_short found;
+    kvk_lock(&cache->lock);
+    bool is_short = kvk_quota_is_short(cache, tenant, &found);
+    kvk_unlock(&cache->lock);
+    text[0] = '\0';
+    if (is_short) {
+        (void)snprintf(text, size,
+                       "%s_limit_bytes is %llu, less than the %llu bytes of one block of space "
+                       "%llu: nothing of it can lie in the %s tier",
+                       tier_names[found.tier], (unsigned long long)found.limit_bytes,
+                       (unsigned long long)found.block_bytes, (unsigned long long)found.space_id,
+                       tier_names[found.tier]);
+    }
+}
+
+static void short_log(const struct kvk_tenant *tenant, const struct kvk_quota_short *found)
+{
+    kvk_log(KVK_LOG_WARNING, "quota_below_block",
+            "tenant_id=%llu space=%llu tier=%s limit_bytes=%llu block_bytes=%llu",
+            (unsigned long long)tenant->id, (unsigned long long)found->space_id,
+            tier_names[found->tier], (unsigned long long)found->limit_bytes,
+            (unsigned long long)found->block_bytes);
+}
+
 /* ---- The tables ---- */
 
 struct kvk_tenant_state *kvk_tenant_state_of(const struct kvk_cache *cache,
@@ -57,6 +121,10 @@ void kvk_quota_space_link(struct kvk_cache *cache, struct kvk_space *space)
                 queues[k]->windowed = space->groups[g]->windowed;
             }
         }
+    }
+    struct kvk_quota_short found;
+    if (space_is_short(&state->quota, space, &found)) {
+        short_log(space->tenant, &found);
     }
     state->group_count += space->group_count;
 }
@@ -200,10 +268,16 @@ enum kvk_status kvk_quota_set(struct kvk_cache *cache, const struct kvk_tenant *
         guaranteed_bytes[i] = cache->tiers[i].guaranteed_bytes - state->quota.guaranteed_bytes[i];
     }
     enum kvk_status status = kvk_quota_check(quota, pool_bytes, guaranteed_bytes, error);
+    struct kvk_quota_short found;
+    bool is_short = false;
     if (status == KVK_OK) {
         quota_apply(cache, state, quota);
+        is_short = kvk_quota_is_short(cache, tenant, &found);
     }
     kvk_unlock(&cache->lock);
+    if (is_short) {
+        short_log(tenant, &found);
+    }
     return status;
 }
 

@@ -69,6 +69,20 @@ KVK_CHECKED enum kvk_status kvk_quota_set(struct kvk_cache *cache, const struct 
  * once. KVK_INVALID: impossible; the quota of before stays. */
 enum kvk_status kvk_quota_sync(struct kvk_cache *cache, const struct kvk_tenant *tenant,
                                struct kvk_error *error);
+/* A limit that is less than one block of one of the tenant's spaces, all its groups together: its
+ * sequences are refused there, whatever is free. */
+struct kvk_quota_short {
+    enum kvk_tier tier;
+    uint64_t space_id;
+    uint64_t limit_bytes;
+    uint64_t block_bytes;
+};
+/* With the lock held. False: there is none. */
+bool kvk_quota_is_short(const struct kvk_cache *cache, const struct kvk_tenant *tenant,
+                        struct kvk_quota_short *found);
+/* The same as a sentence; takes the lock. "": there is none. */
+void kvk_quota_short_text(struct kvk_cache *cache, const struct kvk_tenant *tenant, char *text,
+                          size_t size);
 void kvk_quota_get(struct kvk_cache *cache, const struct kvk_tenant *tenant,
                    struct kvk_tenant_quota *quota);
 

@@ -15,6 +15,7 @@
 #include "daemon/tenant_admin.h"
 
 #define DETAILS_SIZE 512
+#define WARNING_SIZE 256
 
 static enum kvk_status no_memory(struct kvk_error *error)
 {
@@ -285,10 +286,12 @@ KVK_RPC_HANDLER(kvk_rpc_list_tenants)
 
 /* ---- ChangeTenant ---- */
 
+/* `warning` of WARNING_SIZE: what of the new quota cannot be meant so; "": nothing. */
 static enum kvk_status change_tenant(struct kvk_rpc *rpc, const char *name,
-                                     const struct kvk_tenant_change *change,
+                                     const struct kvk_tenant_change *change, char *warning,
                                      struct kvk_error *error)
 {
+    warning[0] = '\0';
     const struct kvk_tenant *tenant = kvk_tenants_find_name(rpc->tenants, name, strlen(name));
     struct kvk_tenant_change back = {.set_quota = true};
     if (tenant != NULL) {
@@ -303,6 +306,8 @@ static enum kvk_status change_tenant(struct kvk_rpc *rpc, const char *name,
     if (status != KVK_OK) { /* impossible beside those of others: as it was */
         (void)!kvk_tenants_change(rpc->tenants, name, &back, NULL);
         (void)!kvk_quota_sync(rpc->cache, tenant, NULL);
+    } else {
+        kvk_quota_short_text(rpc->cache, tenant, warning, WARNING_SIZE);
     }
     return status;
 }
@@ -316,6 +321,8 @@ KVK_RPC_HANDLER(kvk_rpc_change_tenant)
                                        .may_publish = request->may_publish};
     char name[KVK_NAME_SIZE] = "";
     char details[DETAILS_SIZE];
+    char warning[WARNING_SIZE] = "";
+    char *warnings[] = {warning};
     enum kvk_status status = kvk_rpc_require_admin(run, error);
     if (status == KVK_OK) {
         status = take_name(&request->name, "name", name, error);
@@ -328,10 +335,12 @@ KVK_RPC_HANDLER(kvk_rpc_change_tenant)
         status = take_quota(request->quota, &change.quota, error);
     }
     if (status == KVK_OK) {
-        status = change_tenant(run->rpc, name, &change, error);
+        status = change_tenant(run->rpc, name, &change, warning, error);
     }
     change_text(&change, details);
     kvk_rpc_audit(run, name, details, status, error);
+    response.n_warnings = warning[0] != '\0' ? 1 : 0;
+    response.warnings = warnings;
     return status == KVK_OK ? kvk_rpc_reply(run, &response.base, error) : status;
 }
 

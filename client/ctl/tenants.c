@@ -390,15 +390,23 @@ static int tenant_change(const struct ctl_options *options, int argc, char **arg
     request.mode = wanted.mode;
     request.set_may_publish = wanted.may_publish_given;
     request.may_publish = wanted.may_publish;
-    void *answer = ctl_admin_call(options, ADMIN("ChangeTenant"), &request.base,
-                                  &kvkeep__v1__change_tenant_response__descriptor, &code);
+    Kvkeep__V1__ChangeTenantResponse *answer =
+        ctl_admin_call(options, ADMIN("ChangeTenant"), &request.base,
+                       &kvkeep__v1__change_tenant_response__descriptor, &code);
     if (answer == NULL) {
         return code;
     }
     if (options->json) {
-        ctl_json_print(json_pack("{s:s}", "changed", argv[1]));
+        json_t *warnings = json_array();
+        for (size_t i = 0; i < answer->n_warnings; i++) {
+            (void)json_array_append_new(warnings, json_string(answer->warnings[i]));
+        }
+        ctl_json_print(json_pack("{s:s, s:o}", "changed", argv[1], "warnings", warnings));
     } else {
         (void)printf("%s changed\n", argv[1]);
+    }
+    for (size_t i = 0; i < answer->n_warnings && !options->json; i++) {
+        (void)fprintf(stderr, "kvkeepctl: warning: %s\n", answer->warnings[i]);
     }
     kvkeep__v1__change_tenant_response__free_unpacked(answer, NULL);
     return CTL_OK;

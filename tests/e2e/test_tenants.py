@@ -630,6 +630,17 @@ def test_kvkeepctl(site):
 
     token = ctl(site, "credential", "create", "engine", "--tenant", "research").stdout.strip()
     assert site.info(token).tenant == b"research"
+    worker = Worker(site.daemon, token=token, target=site.tcp)
+    space = worker.call("OpenSpace", space_request()).space_id
+    told = ctl(site, "tenant", "change", "research", "--host", "1 B")
+    assert told.returncode == 0 and "research changed" in told.stdout
+    assert "warning: host_limit_bytes is 1, less than" in told.stderr
+    assert f"space {space}" in told.stderr
+    answer = json.loads(ctl(site, "--json", "tenant", "change", "research", "--leases", "4").stdout)
+    assert len(answer["warnings"]) == 1 and answer["changed"] == "research"
+    told = ctl(site, "tenant", "change", "research", "--host", "1 GiB")
+    assert told.returncode == 0 and told.stderr == ""
+    worker.leave()
     answer = ctl(site, "credential", "rotate", "engine", "--overlap", "60")
     assert "once" in answer.stderr and site.info(answer.stdout.strip()).tenant == b"research"
     assert site.info(token).tenant == b"research"

@@ -36,7 +36,7 @@ struct rig {
     uint64_t space;
     uint64_t block_bytes;
     _Atomic bool stop;
-    _Atomic uint64_t opened, refused, read, swapped, leased, invalidated;
+    _Atomic uint64_t opened, refused, read, swapped, forked, leased, invalidated;
 };
 
 struct worker {
@@ -176,6 +176,29 @@ static void swap(struct worker *worker, uint64_t sequence)
     kvk_tables_finish(&tables);
 }
 
+/* Children read what the parent has; they end all at once. */
+static void fork_and_close(struct worker *worker, uint64_t sequence, const uint32_t *tokens,
+                           uint32_t blocks)
+{
+    struct rig *rig = worker->rig;
+    struct kvk_caller caller = caller_of(rig);
+    const struct kvk_request_id none = {.size = 0};
+    uint64_t ids[3];
+    struct kvk_close_reply closed;
+    struct kvk_error error;
+    if (!went_well(rig,
+                   kvk_sequence_fork(rig->cache, &caller, worker->session, sequence,
+                                     (uint64_t)blocks * BLOCK_TOKENS, 3, &none, ids, &error),
+                   &error)) {
+        return;
+    }
+    read_all(worker, ids[2], 0, tokens, blocks);
+    enum kvk_status status =
+        kvk_sequence_close(rig->cache, &caller, worker->session, ids, 3, &closed, &error);
+    KVK_ASSERT(status == KVK_OK);
+    atomic_fetch_add(&rig->forked, 1);
+}
+
 static void do_sequence(struct worker *worker)
 {
     struct rig *rig = worker->rig;
@@ -200,6 +223,9 @@ static void do_sequence(struct worker *worker)
     uint64_t id = reply.sequence_id;
     if (write_rest(worker, id, tokens, reply.cached_tokens / BLOCK_TOKENS, blocks)) {
         read_all(worker, id, 0, tokens, blocks);
+        if (kvk_random_chance(&worker->random, 0.3)) {
+            fork_and_close(worker, id, tokens, blocks);
+        }
         if (request.tier < 0 && kvk_random_chance(&worker->random, 0.5)) {
             swap(worker, id);
             read_all(worker, id, 0, tokens, blocks);
@@ -308,6 +334,7 @@ static void rig_start(struct rig *rig)
     rig->config.device_bytes = UINT64_C(16) << 20; /* 32 blocks of 512 KiB */
     rig->config.host_bytes = UINT64_C(24) << 20;
     rig->config.blocks = 4096;
+    rig->config.test_hooks = true; /* slices as short as these prompts need */
     rig->config.tokens = 4096;
     rig->config.copy_threads = 2;
     rig->config.device_free_percent = 10;
@@ -321,6 +348,9 @@ static void rig_start(struct rig *rig)
                                               .host_device = device_open(),
                                               .threads = true};
     status = kvk_cache_create(&options, &rig->cache, &error);
+    KVK_ASSERT(status == KVK_OK);
+    const struct kvk_test_control control = {.slice_blocks = 2};
+    status = kvk_cache_test_control(rig->cache, &control, &error);
     KVK_ASSERT(status == KVK_OK);
     const struct kvk_geometry geometry = bare_geometry(32, 8, 64, BLOCK_TOKENS);
     rig->caller = bare_user(rig->tenants);
@@ -375,15 +405,15 @@ int main(int count, char **arguments)
         pthread_join(workers[i].thread, NULL);
     }
     struct kvk_cache_stats *stats = &rig.cache->stats;
-    (void)printf("%llu sequences, %llu refused, %llu blocks read, %llu swaps, %llu leases, "
-                 "%llu invalidations, %llu demoted, %llu promoted, %llu forgotten\n",
+    (void)printf("%llu sequences, %llu refused, %llu blocks read, %llu swaps, %llu forks, "
+                 "%llu leases, %llu invalidations, %llu demoted, %llu promoted, %llu forgotten\n",
                  (unsigned long long)rig.opened, (unsigned long long)rig.refused,
                  (unsigned long long)rig.read, (unsigned long long)rig.swapped,
-                 (unsigned long long)rig.leased, (unsigned long long)rig.invalidated,
-                 (unsigned long long)stats->demoted_blocks,
+                 (unsigned long long)rig.forked, (unsigned long long)rig.leased,
+                 (unsigned long long)rig.invalidated, (unsigned long long)stats->demoted_blocks,
                  (unsigned long long)stats->promoted_blocks,
                  (unsigned long long)stats->forgotten_blocks);
-    KVK_ASSERT(rig.opened > 0 && rig.read > 0);
+    KVK_ASSERT(rig.opened > 0 && rig.read > 0 && rig.forked > 0);
     KVK_ASSERT(stats->checksum_failures == 0);
     KVK_ASSERT(stats->wrong_reuse == 0);
     rig_stop(&rig);

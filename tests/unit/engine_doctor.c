@@ -245,6 +245,24 @@ Test(doctor, leases)
     house_stop(ward.house);
 }
 
+Test(doctor, a_limit_below_one_block)
+{
+    struct ward ward;
+    struct kvk_tenant_quota quota = {.limit_bytes = {[KVK_TIER_HOST] = BLOCK / 2}};
+    ward_start(&ward);
+    const struct kvk_tenant *tenant = ward.house->caller.credential->tenants[0];
+    cr_expect_null(ask(&ward, "quota_below_block"));
+    cr_assert_eq(kvk_quota_set(ward.house->cache, tenant, &quota, &ward.house->error), KVK_OK);
+    char id[32];
+    (void)snprintf(id, sizeof(id), "space %llu", (unsigned long long)ward.space);
+    expect_words(ask(&ward, "quota_below_block"), KVK_SEVERITY_WARNING,
+                 WORDS("1 tenants", "tenant a", "512 B", "host tier", id, "1.0 KiB"));
+    quota.limit_bytes[KVK_TIER_HOST] = BLOCK;
+    cr_assert_eq(kvk_quota_set(ward.house->cache, tenant, &quota, &ward.house->error), KVK_OK);
+    cr_expect_null(ask(&ward, "quota_below_block"));
+    house_stop(ward.house);
+}
+
 Test(doctor, growth_that_does_not_come)
 {
     struct ward ward;

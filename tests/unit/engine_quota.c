@@ -499,6 +499,38 @@ Test(quota, a_hundred_tenants_get_their_guarantee)
 
 /* ---- Setting ---- */
 
+Test(quota, a_limit_that_no_block_fits_in_is_told)
+{
+    struct party party;
+    struct kvk_tenant_quota quota = {.idle_ms = 0};
+    struct kvk_quota_short found;
+    char text[256];
+    party_init(&party, 2);
+    party_start(&party, 64, 64);
+    const struct kvk_tenant *tenant = party_tenant(&party, 1);
+    quota.limit_bytes[HOST] = BLOCK - 1;
+    cr_assert_eq(kvk_quota_set(party.house.cache, tenant, &quota, &party.house.error), KVK_OK);
+    kvk_quota_short_text(party.house.cache, tenant, text, sizeof(text));
+    cr_expect_not_null(strstr(text, "host_limit_bytes is 1023, less than the 1024 bytes"), "%s",
+                       text);
+    kvk_lock(&party.house.cache->lock);
+    cr_expect(kvk_quota_is_short(party.house.cache, tenant, &found));
+    cr_expect_eq(found.tier, KVK_TIER_HOST);
+    cr_expect_eq(found.block_bytes, BLOCK);
+    cr_expect_not(kvk_quota_is_short(party.house.cache, party_tenant(&party, 0), &found),
+                  "another tenant's is its own");
+    kvk_unlock(&party.house.cache->lock);
+    quota.limit_bytes[HOST] = BLOCK;
+    cr_assert_eq(kvk_quota_set(party.house.cache, tenant, &quota, &party.house.error), KVK_OK);
+    kvk_quota_short_text(party.house.cache, tenant, text, sizeof(text));
+    cr_expect_str_eq(text, "", "one block fits");
+    quota.limit_bytes[HOST] = 0;
+    cr_assert_eq(kvk_quota_set(party.house.cache, tenant, &quota, &party.house.error), KVK_OK);
+    kvk_quota_short_text(party.house.cache, tenant, text, sizeof(text));
+    cr_expect_str_eq(text, "", "0 is no limit");
+    party_stop(&party);
+}
+
 Test(quota, impossible_quotas_are_refused_with_field_and_limit)
 {
     struct party party;
