@@ -9,7 +9,7 @@ import time
 import grpc
 import pytest
 
-from conftest import binary
+from conftest import binary, needs_descriptors
 from kvkeep.v1 import kvkeep_pb2 as pb
 from worker import Refused, Worker, prompt
 
@@ -345,6 +345,7 @@ def test_usage_outlives_the_daemon(folder):
         daemon.stop()
 
 
+@needs_descriptors
 def test_a_deleted_tenant_leaves_no_byte(folder):
     """DeleteTenant: counts come back, and its bytes are in no memory of the daemon any more."""
     from conftest import Daemon

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from kvkeep.v1 import kvkeep_pb2 as pb
 
-from conftest import Daemon, binary
+from conftest import Daemon, binary, sees_descriptors
 from worker import BLOCK_TOKENS, Refused, Worker, block_bytes, space_request, table
 
 CONFIG = """
@@ -199,7 +199,7 @@ def test_forget_leaves_nothing(place):
     refused = place.forget()
     assert refused.returncode == 1 and "another daemon" in refused.stderr
     place.daemon.stop()
-    assert shmem_of_keepers(place) > 0
+    assert not sees_descriptors or shmem_of_keepers(place) > 0
     done = place.forget()
     assert done.returncode == 0, done.stderr
     deadline = time.monotonic() + 60

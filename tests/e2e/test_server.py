@@ -13,7 +13,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from conftest import SMALL_TIERS, Daemon, binary, promised
+from conftest import Daemon, SMALL_TIERS, binary, needs_descriptors, promised
 from worker import Refused, Worker, pb, rpc, tokens
 
 CODE = grpc.StatusCode
@@ -344,6 +344,7 @@ def test_policy_is_chosen(start):
     assert info.policy == b"lru" and info.host_bytes == 4 << 20
 
 
+@needs_descriptors
 def test_many_come_and_go(start):
     """Connects, sessions, crashes and reconnects leave no descriptor behind."""
     daemon = start()

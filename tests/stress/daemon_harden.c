@@ -245,8 +245,12 @@ static void privileges(void)
     if (getuid() == 0) {
         expect_line(daemon.pid, "status", "CapBnd:\t0000000000000000");
     }
-    CHECK(!has_descriptor(daemon.pid, LEAKED_FD), "an inherited descriptor is still open");
-    CHECK(has_descriptor(daemon.pid, 2), "no standard error");
+    if (sees_descriptors()) {
+        CHECK(!has_descriptor(daemon.pid, LEAKED_FD), "an inherited descriptor is still open");
+        CHECK(has_descriptor(daemon.pid, 2), "no standard error");
+    } else {
+        (void)printf("            not root: inherited descriptors are not looked for\n");
+    }
     expect_equal_limits(daemon.pid, "Max open files");
     with_worker();
     daemon_stop(&daemon);
