@@ -297,6 +297,7 @@ static enum kvk_status fork_locked_drops(struct kvk_cache *cache, const struct k
         return status;
     }
     for (uint32_t i = 0; i < forking->count; i++) {
+        KVK_ASSERT(forking->children[i] != NULL);
         sequence_ids[i] = forking->children[i]->id;
         forking->children[i] = NULL; /* the cache's now */
     }
