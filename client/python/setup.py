@@ -34,9 +34,9 @@ class BuildWithStubs(build_py):
                         f"--pyi_out={target}", f"--grpc_python_out={target}", str(PROTO)]) != 0:
             raise RuntimeError("protoc could not compile " + str(PROTO))
         # Older generators do not see that a field may be called self.
-        stubs = target / PROTO.parent / "kvkeep_pb2.pyi"
-        lines = stubs.read_text().splitlines(keepends=True)
-        stubs.write_text("".join(
+        types = target / PROTO.parent / "kvkeep_pb2.pyi"
+        lines = types.read_text().splitlines(keepends=True)
+        types.write_text("".join(
             line.replace("def __init__(self,", "def __init__(self_,") if ", self: " in line
             else line for line in lines))
 

@@ -72,20 +72,20 @@ debootstrap --variant=minbase --include=systemd,systemd-sysv,dbus bookworm "$wor
 if [[ -z $package ]]; then
     say "the package, made in another"
     cp -a "$work/system" "$work/maker"
-    mkdir "$work/maker/root/kvkeep"
-    git ls-files -z | tar --null -T - -cf - | tar -C "$work/maker/root/kvkeep" -xf -
-    "${nspawn[@]}" -D "$work/maker" --chdir=/root/kvkeep bash -euo pipefail -c '
+    mkdir "$work/maker/source"
+    git ls-files -z | tar --null -T - -cf - | tar -C "$work/maker/source" -xf -
+    "${nspawn[@]}" -D "$work/maker" --chdir=/source bash -euo pipefail -c '
         deploy/packages.sh --package
         cmake --preset release
         cmake --build --preset release
         cpack --config build/release/CPackConfig.cmake -B build' \
         </dev/null >"$work/log" 2>&1 || { tail -n 40 "$work/log"; fail "making the package"; }
-    package=$(ls "$work"/maker/root/kvkeep/build/kvkeep_*.deb)
+    package=$(ls "$work"/maker/source/build/kvkeep_*.deb)
 fi
-cp "$package" "$work/system/root/kvkeep.deb"
+cp "$package" "$work/system/kvkeep.deb"
 "${nspawn[@]}" -D "$work/system" bash -euo pipefail -c '
     apt-get -qq update
-    apt-get -qq install -y --no-install-recommends --download-only /root/kvkeep.deb' \
+    apt-get -qq install -y --no-install-recommends --download-only /kvkeep.deb' \
     </dev/null >"$work/log" 2>&1 || { tail -n 20 "$work/log"; fail "what it depends on"; }
 
 say "systemd starts it"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What tests/package/boot.sh tries in its container: /root/kvkeep.deb on a Debian that systemd has
+# What tests/package/boot.sh tries in its container: /kvkeep.deb on a Debian that systemd has
 # started. Ends with 1 at the first thing that is not so.
 set -euo pipefail
 
@@ -70,7 +70,7 @@ quietly() {
 }
 
 say "install"
-quietly apt-get -qq install -y --no-install-recommends /root/kvkeep.deb
+quietly apt-get -qq install -y --no-install-recommends /kvkeep.deb
 systemd-analyze verify kvkeepd.service || fail "systemd-analyze verify"
 for file in /usr/share/bash-completion/completions/kvkeepctl /usr/share/man/man8/kvkeepd.8.gz \
     /usr/share/man/man1/kvkeepctl.1.gz /usr/share/man/man5/kvkeepd.conf.5.gz; do
@@ -135,7 +135,7 @@ in_memory=$(blocks)
 warm "systemctl restart" systemctl restart kvkeepd
 warm "kill -9" systemctl kill --kill-who=main -s KILL kvkeepd
 warm "kvkeepctl drain" quietly kvkeepctl drain
-warm "an upgrade of the package" quietly apt-get -qq install -y --reinstall /root/kvkeep.deb
+warm "an upgrade of the package" quietly apt-get -qq install -y --reinstall /kvkeep.deb
 mkdir -p /run/systemd/system/kvkeepd.service.d
 printf '[Service]\nWatchdogSec=3\n' >/run/systemd/system/kvkeepd.service.d/quick.conf
 systemctl daemon-reload

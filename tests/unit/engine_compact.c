@@ -94,16 +94,23 @@ static void verify(struct house *house, uint64_t session_id, uint64_t space_id, 
     house_close(house, session_id, reply.sequence_id);
 }
 
+/* A host tier full of eight chains. */
+static void full_house(struct house *house, uint64_t *session_id, uint64_t *space_id)
+{
+    const struct house_options options = {.host_bytes = BLOCKS * BLOCK_BYTES};
+    const struct kvk_geometry geometry = geometry_of(BLOCK_BYTES);
+    house_init(house);
+    house_start(house, &options);
+    *session_id = house_session(house);
+    *space_id = house_space_of(house, &house->caller, "deep", &geometry, 1);
+    fill(house, *session_id, *space_id);
+}
+
 Test(engine_compact, a_slab_is_emptied_and_what_it_held_stays)
 {
     struct house house;
-    house_init(&house);
-    const struct house_options options = {.host_bytes = BLOCKS * BLOCK_BYTES};
-    house_start(&house, &options);
-    uint64_t session_id = house_session(&house);
-    const struct kvk_geometry geometry = geometry_of(BLOCK_BYTES);
-    uint64_t space_id = house_space_of(&house, &house.caller, "deep", &geometry, 1);
-    fill(&house, session_id, space_id);
+    uint64_t session_id, space_id;
+    full_house(&house, &session_id, &space_id);
     uint64_t before = cached_blocks(&house, space_id);
     cr_assert_gt(before, BLOCKS - 200);
 
@@ -133,13 +140,8 @@ Test(engine_compact, a_slab_is_emptied_and_what_it_held_stays)
 Test(engine_compact, what_cannot_be_copied_has_not_moved)
 {
     struct house house;
-    house_init(&house);
-    const struct house_options options = {.host_bytes = BLOCKS * BLOCK_BYTES};
-    house_start(&house, &options);
-    uint64_t session_id = house_session(&house);
-    const struct kvk_geometry geometry = geometry_of(BLOCK_BYTES);
-    uint64_t space_id = house_space_of(&house, &house.caller, "deep", &geometry, 1);
-    fill(&house, session_id, space_id);
+    uint64_t session_id, space_id;
+    full_house(&house, &session_id, &space_id);
     kvk_mover_test_fail_next(house.cache->mover);
     kvk_lock(&house.cache->lock);
     const struct kvk_space *space = kvk_table_get(&house.cache->space_table, space_id);
