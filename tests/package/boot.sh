@@ -107,6 +107,6 @@ for try in $(seq 300); do
     sleep 0.1
 done
 
-cp tests/package/boot_inside.sh "$work/system/root/"
-inside bash /root/boot_inside.sh || fail "inside"
+cp tests/package/boot_inside.sh "$work/system/"
+inside bash /boot_inside.sh || fail "inside"
 say "well"

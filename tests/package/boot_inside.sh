@@ -66,7 +66,7 @@ as() {
     setpriv --reuid="$1" --regid="$1" --init-groups "${@:2}"
 }
 quietly() {
-    "$@" >/root/log 2>&1 || fail "$*: $(cat /root/log)"
+    "$@" >/log 2>&1 || fail "$*: $(cat /log)"
 }
 
 say "install"
